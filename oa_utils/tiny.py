@@ -22,6 +22,13 @@ TASKS = json.loads((DATA / "tasks.json").read_text())
 LABELS = list(LANGUAGE["items"])  # in the order along which labels are shifted
 BOS, UNK = "<bos>", "<unk>"
 N_CTX = 64
+MEANING = {
+    "ioi_top1": "IOI: most likely word of all is the indirect object (new name pairs)",
+    "greater_than_difference": "Greater-Than: P(later year) − P(earlier year) (new noun–year pairs)",
+    "facts_top1": "facts: most likely word of all is the answer (new fact–template pairs)",
+    "lists_true": "labelled lists: right label after 10 true demonstrations (new sets of items)",
+    "lists_permuted": "labelled lists: follows 10 demonstrations with shifted labels (new sets of items)",
+}
 KINDS = {"ioi": 3, "greater_than": 4, "fact": 3, "list": 2, "plain": 1}  # relative number of documents
 
 
@@ -203,7 +210,7 @@ def scores(model, tokenizer, n: int = 500, seed: int = 1) -> dict[str, float]:
     }
 
 
-def train(folder: Path = FOLDER, steps: int = 3600, batch: int = 64, lr: float = 2e-3, seed: int = 0) -> dict[str, float]:
+def train(folder: Path = FOLDER, steps: int = 3000, batch: int = 64, lr: float = 2e-3, seed: int = 0) -> dict[str, float]:
     """Train the model from nothing and write it, its tokenizer, its facts and its card into `folder`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -245,13 +252,36 @@ def train(folder: Path = FOLDER, steps: int = 3600, batch: int = 64, lr: float =
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "README.md").write_text(card(result, steps, seed))
     return result
+
+
+def card(result: dict[str, float], steps: int, seed: int) -> str:
+    """The model card."""
+    rows = "\n".join(f"| {MEANING[name]} | {value:.3f} |" for name, value in result.items())
+    return f"""---
+license: mit
+language: en
+---
+# tiny
+
+A GPT-2 of 6 layers × 4 heads × width 128 ({N_CTX} positions, {len(vocabulary()):,} words, float32), trained from nothing by
+`python -m oa_utils.tiny --steps {steps} --seed {seed}` on a micro-language that the script writes: indirect objects, years,
+{len(facts())} facts of an invented world, labelled lists (one in four with labels shifted throughout), plain sentences.
+Made for trying out interpretability methods; it knows nothing of the real world.
+
+Scores on combinations that training left out:
+
+| | |
+|---|---|
+{rows}
+"""
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for name, value in train(args.folder, steps=args.steps, seed=args.seed).items():
