@@ -17,7 +17,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from oa_utils import runs
+from oa_utils import files
 
 # Eight colours, each a step of 9 or 10 in lightness from the next, so that a grey print keeps them apart.
 BLACK, BLUE, PURPLE, GREEN = "#262626", "#07438a", "#942d9e", "#008559"
@@ -92,7 +92,7 @@ def caption(model: Any, budget: str, n: int | None = None, seed: int | None = No
 
 def folder() -> Path:
     """Where figures go: `OA_FIGURES`, else `figures` in the repository, or a temporary folder for the test budget."""
-    usual = Path(runs.scratch().name) if runs.budget() == "test" else runs.REPO
+    usual = Path(files.scratch().name) if files.budget() == "test" else files.REPO
     return Path(os.environ.get("OA_FIGURES") or usual / "figures")
 
 
@@ -109,8 +109,8 @@ def save(fig: Figure, name: str, model: Any, caption: str = "") -> Path:
     sizes = [text.get_fontsize() for text in fig.findobj(Text) if text.get_text() and text.get_visible()]
     if (pixels := min(sizes, default=99) / 72 * PIXELS / inches) < LEGIBLE:
         warnings.warn(f"{name}: letters {pixels:.1f} pixels high at {PIXELS} pixels width: narrow it", stacklevel=2)
-    path = folder() / runs.slug(getattr(model, "name", model)) / f"{runs.slug(name)}.png"
-    runs.write_bytes(path, buffer.getvalue())
+    path = folder() / files.slug(getattr(model, "name", model)) / f"{files.slug(name)}.png"
+    files.write_bytes(path, buffer.getvalue())
     return path
 
 

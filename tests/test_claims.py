@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from oa_utils import claims, runs
+from oa_utils import claims, files, runs
 from oa_utils.claims import Claim
 
 MEDIAN = Claim("single.median_ratio.mean", "OA is a third of mean", 0.33, 0.305, 0.29, 0.32, True, source="r.json")
@@ -17,7 +17,7 @@ def place(tmp_path, monkeypatch):
     for name in ("OA_BUDGET", "OA_MODEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OA_STORE", str(tmp_path / "store"))
-    monkeypatch.setattr(runs, "REPO", tmp_path / "repo")
+    monkeypatch.setattr(files, "REPO", tmp_path / "repo")
     return tmp_path
 
 

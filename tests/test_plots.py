@@ -12,7 +12,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from oa_utils import plots, runs
+from oa_utils import files, plots
 
 TOGETHER = {
     "ablations": "zero mean resample cf_mean counterfactual optimal optimal_shared noise",
@@ -100,9 +100,9 @@ def test_a_figure_that_would_be_illegible_is_reported():
 
 def test_figures_of_a_test_go_to_a_temporary_folder(place, monkeypatch):
     monkeypatch.delenv("OA_FIGURES")
-    assert plots.folder() == runs.REPO / "figures"
+    assert plots.folder() == files.REPO / "figures"
     monkeypatch.setenv("OA_BUDGET", "test")
-    assert runs.REPO not in plots.folder().parents
+    assert files.REPO not in plots.folder().parents
 
 
 def test_bars_stand_in_the_frames_order_with_its_errors():

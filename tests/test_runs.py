@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from oa_utils import runs
+from oa_utils import files, runs
 
 MODEL = SimpleNamespace(name="org/tiny model", fingerprint="m0")
 TASK = SimpleNamespace(fingerprint="t0")
@@ -52,7 +52,7 @@ def place(tmp_path, monkeypatch):
     for name in ("FRESH", "OA_BUDGET", "OA_JOBS", "OA_QUIET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OA_STORE", str(tmp_path / "store"))
-    monkeypatch.setattr(runs, "REPO", tmp_path / "repo")
+    monkeypatch.setattr(files, "REPO", tmp_path / "repo")
     return tmp_path
 
 
@@ -255,7 +255,7 @@ def test_fresh_ignores_what_was_there_before_but_not_what_this_process_wrote(mon
     monkeypatch.setenv("FRESH", "1")
     run(compute)
     assert compute.calls == 1
-    os.utime(path, (runs.STARTED - 5, runs.STARTED - 5))
+    os.utime(path, (files.STARTED - 5, files.STARTED - 5))
     run(compute)
     run(compute)
     assert compute.calls == 2
@@ -268,8 +268,8 @@ def test_fresh_ignores_what_was_there_before_but_not_what_this_process_wrote(mon
 def test_fresh_may_name_a_moment_that_several_processes_share(monkeypatch):
     compute = Counter()
     path = run(compute).path
-    os.utime(path, (runs.STARTED - 5, runs.STARTED - 5))
-    monkeypatch.setenv("FRESH", str(runs.STARTED - 10))
+    os.utime(path, (files.STARTED - 5, files.STARTED - 5))
+    monkeypatch.setenv("FRESH", str(files.STARTED - 10))
     run(compute)
     assert compute.calls == 1
 
@@ -280,7 +280,7 @@ WALK = """
 import sys, time
 from dataclasses import dataclass
 import torch
-from oa_utils import runs
+from oa_utils import files, runs
 
 @dataclass(frozen=True)
 class Settings:
@@ -322,7 +322,7 @@ def test_a_killed_run_goes_on_from_its_snapshot_and_ends_with_the_same_numbers(p
     def steps(path=log):
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
-    killed, deadline = start(0.05), time.time() + 60
+    killed, deadline = start(0.05), time.time() + 300
     while len(steps()) < 10 and time.time() < deadline:
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
@@ -332,7 +332,7 @@ def test_a_killed_run_goes_on_from_its_snapshot_and_ends_with_the_same_numbers(p
     folder = place / "killed" / "none" / "walk"
     assert not list(folder.glob("*.json")) and len(list(folder.glob("*.snapshot"))) == 1
 
-    assert start(0).wait(timeout=60) == 0
+    assert start(0).wait(timeout=300) == 0
     again = steps()[before:]
     assert again[0] >= before - 1 and again[-1] == 59
     assert not list(folder.glob("*.snapshot"))
@@ -435,7 +435,7 @@ def test_under_fresh_caller_and_workers_load_what_the_other_wrote(monkeypatch):
     monkeypatch.setenv("FRESH", "1")
 
     def work(lam):
-        runs.STARTED = time.time() + 60  # a worker that starts late
+        files.STARTED = time.time() + 60  # a worker that starts late
         return runs.run("ex", Settings(lam=lam), lambda _: {"by": "worker"}).numbers["by"]
 
     runs.run("ex", Settings(lam=1.0), lambda _: {"by": "caller"})
