@@ -1,8 +1,8 @@
 """What replaces a component: how components are named, where their values sit, and the fills that each ablation makes.
 
-A component's value is read raw, nothing folded: a head's z stands before W_O with its value bias in it, a neuron is the
-MLP's hidden unit after the activation, `tok` is the token embedding without positions. Replacing it changes the stream by
-(fill − value) · write. Position 0 (BOS) is the same for every prompt and is never replaced; neither is b_O.
+A component's value is read raw, nothing folded: a head's z stands before W_O with its value bias in it, a neuron is
+the MLP's hidden unit after the activation, `tok` is the token embedding without positions. Replacing it changes the
+stream by (fill − value) · write. Position 0 (BOS) is the same for every prompt and is never replaced; neither is b_O.
 """
 
 import hashlib
@@ -50,13 +50,8 @@ class Site:
     part: slice
     basis: Float[Tensor, "dim k"] | None = None  # orthonormal columns
 
-    @property
-    def dim(self) -> int:
-        return self.part.stop - self.part.start
-
-    @property
-    def stage(self) -> str:
-        return STAGE[self.site]
+    dim = property(lambda self: self.part.stop - self.part.start)
+    stage = property(lambda self: STAGE[self.site])
 
 
 def parse(component: str | Subspace, model: Model) -> Site:
@@ -68,8 +63,9 @@ def parse(component: str | Subspace, model: Model) -> Site:
     layer, unit = ([int(number) for number in re.findall(r"\d+", text)] + [0, 0])[:2]
     if not found or layer >= layers or unit >= (heads if text[0] == "a" else model.d_mlp):
         raise ValueError(
-            f"there is no component {component!r}: '{model.name}' has heads a0.h0 … a{layers - 1}.h{heads - 1}, attention "
-            f"layers a0 … a{layers - 1}, MLPs m0 … m{layers - 1}, neurons m0.n0 … m{layers - 1}.n{model.d_mlp - 1}, and tok"
+            f"there is no component {component!r}: '{model.name}' has heads a0.h0 … a{layers - 1}.h{heads - 1}, whole "
+            f"attention layers a0 … a{layers - 1}, MLPs m0 … m{layers - 1}, neurons m0.n0 … m{layers - 1}.n"
+            f"{model.d_mlp - 1}, and tok"
         )
     if ".h" in text:
         return Site(text, "head", "z", layer, slice(unit * width, (unit + 1) * width))
@@ -140,7 +136,10 @@ class Block:
 
 
 class Stream:
-    """Prompts on their way through the model: the clean stream that enters a layer is computed once and kept."""
+    """Prompts on their way through the model: the clean stream that enters a layer is computed once and kept.
+
+    Layers are best asked for upwards. `chunk` prompts make up a pass. Where memory is short nothing is kept.
+    """
 
     def __init__(self, model: Model, tokens: Int[Tensor, "n pos"], last: Int[Tensor, " n"]):
         if not len(tokens) or int(last.min()) < 1:
@@ -148,7 +147,7 @@ class Stream:
         self.model, self.tokens, self.last = model, tokens.to(model.device), last.to(model.device)
         self.layer, self.kept, many = 0, None, 16 * len(tokens)
         self.keep = runs.micro_batch(many, tokens.shape[1] * model.d_model * model.dtype.itemsize) == many
-        self.chunk = max(1, pass_tokens(model) // tokens.shape[1])  # prompts in a clean pass
+        self.chunk = max(1, PASS_TOKENS * (1 if model.device.type == "cpu" else 32) // tokens.shape[1])
 
     def chunks(self, size: int, rows: Int[Tensor, " k"] | None = None) -> Iterator[Int[Tensor, " b"]]:
         """Rows by length, so that each chunk can be cut behind its longest prompt."""
@@ -173,22 +172,44 @@ class Stream:
         return Block(self.model, layer, self.tokens[rows, : pre.shape[1]], pre)
 
 
-def pass_tokens(model: Model) -> int:
-    return PASS_TOKENS if model.device.type == "cpu" else 32 * PASS_TOKENS
+def finish(model: Model, stream: Float[Tensor, "batch pos d"], start: int, last: Int[Tensor, " batch"]) -> Tensor:
+    """Log-probabilities [batch vocab] at last positions, from the input of block `start` on."""
+    end, rows = model.n_layers - 1, torch.arange(len(stream), device=stream.device)
+    if start > end:  # here the stream is its last positions alone
+        return model.log_probs(stream[:, 0])
+    stream, block = model.run(stream, start, end), model.layers[end]
+    x, positions = block.ln1(stream), torch.arange(stream.shape[1], device=stream.device)
+    q = model.rotate(block.heads(x[rows, last][:, None], "q"), model.rotation(last[:, None]))
+    k = model.rotate(block.heads(x, "k"), model.rotation(positions[None]))
+    seen = (positions <= last[:, None])[:, None, None]  # [batch head query key]
+    z = F.scaled_dot_product_attention(q, k, block.heads(x, "v"), seen, enable_gqa=k.shape[1] != q.shape[1])
+    out = stream[rows, last] + model.attn_out(end, z.transpose(1, 2))[:, 0]
+    return model.log_probs(out + block.mlp_out(block.mlp_hidden(block.ln2(out))))
+
+
+def ablated(
+    model: Model, block: Block, sites: Sequence[Site], fill: Callable[[Site, Tensor], Tensor], last: Int[Tensor, " b"]
+) -> Float[Tensor, "site b vocab"]:
+    """Log-probabilities with one component of this block replaced in each copy of the prompts (stages in order)."""
+    x = torch.stack([block.replaced(site, fill(site, block.value(site))) for site in sites])
+    start, mid = block.layer + (sites[0].stage != "pre"), len(last) * sum(site.stage == "mid" for site in sites)
+    if start == model.n_layers:
+        x = x[:, torch.arange(len(last)), last][:, :, None]
+    x, own = x.flatten(0, 1), block.own
+    if mid:
+        x = torch.cat([x[:mid] + own.mlp_out(own.mlp_hidden(own.ln2(x[:mid]))), x[mid:]])
+    return finish(model, x, start, last.repeat(len(sites))).unflatten(0, (len(sites), -1))
 
 
 @dataclass(frozen=True, eq=False)
 class Means:
-    """A component's mean at each position up to the longest prompt's last, the prompts that reach it, and its spread."""
+    """A component's mean at each position that some prompt has, how many prompts have it, and the value's spread."""
 
     count: Int[Tensor, " pos"]
     mean: Float[Tensor, "pos dim"]
     std: Float[Tensor, " dim"]  # over prompts and positions from 1 on
 
-    @property
-    def m(self) -> int:
-        """The last position that every prompt has."""
-        return int((self.count == self.count[0]).sum()) - 1
+    m = property(lambda self: int((self.count == self.count[0]).sum()) - 1)  # the last position that every prompt has
 
     def pooled(self, start: int) -> Float[Tensor, "1 dim"]:
         """The mean of all values at this position and behind it: each position counts by its prompts."""
@@ -196,9 +217,9 @@ class Means:
         return (self.mean[start:] * weight).sum(0, keepdim=True)
 
     def rows(self, family: str) -> Float[Tensor, "P dim"]:
-        """Constants, of which position i takes row min(i, P−1). `position`: own means up to m−1, then one of everything
-        from m on, so that no row tells a prompt by its length. `shared`: one row, of positions from 9 on (as in the paper;
-        from 1 where some prompt ends by then)."""
+        """Constants, of which position i takes row min(i, P−1). `position`: own means up to m−1, then one of all that
+        is at m or behind it, so that no row tells a prompt by its length. `shared`: one row, of positions from 9 on (as
+        in the paper; from 1 where some prompt ends by then)."""
         if family == "shared":
             return self.pooled(LATE if self.m > LATE else 1)
         return torch.cat([self.mean[: self.m], self.pooled(self.m)])
@@ -225,7 +246,9 @@ def stream_means(stream: Stream, sites: Sequence[Site]) -> dict[str, Means]:
     return means
 
 
-def means(model: Model, tokens: Int[Tensor, "n pos"], last: Int[Tensor, " n"], sites: Sequence[Site]) -> dict[str, Means]:
+def means(
+    model: Model, tokens: Int[Tensor, "n pos"], last: Int[Tensor, " n"], sites: Sequence[Site]
+) -> dict[str, Means]:
     """Means of any components over prompts, by component name."""
     stream, found = Stream(model, tokens, last), {}
     for layer in sorted({site.layer for site in sites}):

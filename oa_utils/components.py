@@ -1,9 +1,9 @@
-"""Importance of components, one at a time: the gap that each ablation of each component opens (paper section 2, appendix E).
+"""Importance of components, one at a time: the gap that each ablation of each component opens (paper §2, appendix E).
 
-An ablation in layer l leaves the layers below as they are, so the clean stream is computed once up to l; inside l only what
-the component changes is computed again, the layers above run on copies of the prompts, many components side by side, and
-the last layer runs at last positions only. Optimal constants train in the same pass, a group of components of one layer at
-a time. Each group is a run of its own, so that work that was killed goes on with the next group.
+An ablation in layer l leaves the layers below as they are, so the clean stream is computed once up to l; inside l only
+what the component changes is computed again; the layers above run on copies of the prompts, many components side by
+side, and the last layer at last positions only. Optimal constants train through the same passes. What is computed for
+the components of one layer under one ablation is a run of its own, so that killed work goes on with the next layer.
 """
 
 import time
@@ -13,32 +13,34 @@ from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from oa_utils import ablation as ab
 from oa_utils import runs, stats
-from oa_utils.ablation import ABLATIONS, FAMILIES, WITH_FAMILY, Block, Fill, Site, Stream, Subspace
+from oa_utils.ablation import ABLATIONS, FAMILIES, WITH_FAMILY, Fill, Site, Stream, Subspace
 from oa_utils.models import Model
 from oa_utils.tasks import Task
 
 VERSION = 1
 METRICS = ("kl", "label", "logit_diff")
 PARTS = ("train", "test")
+MATTERS = {"optimal": ("steps", "lr", "batch", "check", "tol"), "resample": ("draws",), "noise": ("draws", "noise")}
+STARTS = ("mean", "zero", "cf_mean", "shared")
+DEFAULT = ("zero", "mean", "resample", "optimal")
+GROUP = 32  # components of one layer that train side by side and are stored together
 NOISE = 1e-7  # nats: a smaller gain is rounding
-GROUP = 32  # components of one layer that train side by side, and are stored together
-Component = str | Subspace
+CUTS = 2  # so many times a constant that gains nothing goes on from its best with a third of the step, then it is done
 Values = dict[tuple[str, str, str], Float[Tensor, " n"]]  # by (component, ablation, family)
 
 
 @dataclass(frozen=True)
 class ComponentSettings:
     steps: int = 300  # at most so many steps of Adam for a constant
-    lr: float = 0.05  # Adam's step, in units of the component's spread (RMS over its coordinates)
+    lr: float = 0.1  # Adam's first step, in units of the component's spread (RMS over its coordinates)
     batch: int = 32  # train prompts in a step; 0 takes all
-    check: int = 25  # steps between two looks at the whole train part, where the best constant so far is kept
-    tol: float = 0.01  # training ends when a check gains less than this share of the gap, and less than one standard error
+    check: int = 20  # steps between two looks at the whole train part, where the best constant so far is kept
+    tol: float = 0.01  # no gain: less than this share of the gap since the last look, and less than its standard error
     starts: tuple[str, ...] = ("mean", "zero")  # training starts from the best of these (cf_mean can be added)
     draws: int = 4  # derangements of resample, or draws of noise, averaged for each prompt
     noise: float = 3.0  # standard deviation of noise, in units of each coordinate's spread
@@ -47,7 +49,7 @@ class ComponentSettings:
 
 @dataclass(frozen=True)
 class Job:
-    """What one stored run computes; only those settings that can change its numbers are in it."""
+    """What one stored run computes; of the settings only those that can change its numbers are in it."""
 
     components: tuple[str, ...]
     ablation: str
@@ -58,232 +60,63 @@ class Job:
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Optimal constants [P or 1, dim] by component, and how the gap on the train part fell: (step, gap) at every check."""
-
-    constants: dict[str, Float[Tensor, "P dim"]]
-    curves: dict[str, list[tuple[int, float]]]
-    starts: dict[str, str]
-
-
-def finish(model: Model, stream: Float[Tensor, "batch pos d"], start: int, last: Int[Tensor, " batch"]) -> Tensor:
-    """Log-probabilities [batch vocab] at last positions of a stream at the input of block `start`."""
-    end, rows = model.n_layers - 1, torch.arange(len(stream), device=stream.device)
-    if start > end:  # only last positions were computed
-        return model.log_probs(stream[:, 0])
-    stream, block = model.run(stream, start, end), model.layers[-1]
-    x, positions = block.ln1(stream), torch.arange(stream.shape[1], device=stream.device)
-    q = model.rotate(block.heads(x[rows, last][:, None], "q"), model.rotation(last[:, None]))
-    k = model.rotate(block.heads(x, "k"), model.rotation(positions[None]))
-    seen = (positions <= last[:, None])[:, None, None]  # [batch head query key]
-    z = F.scaled_dot_product_attention(q, k, block.heads(x, "v"), seen, enable_gqa=k.shape[1] != q.shape[1])
-    out = stream[rows, last] + model.attn_out(end, z.transpose(1, 2))[:, 0]
-    return model.log_probs(out + block.mlp_out(block.mlp_hidden(block.ln2(out))))
-
-
-def ablated(model: Model, block: Block, sites: Sequence[Site], fill: Callable, last: Int[Tensor, " b"]) -> Tensor:
-    """Log-probabilities [site b vocab] with one component of this block replaced in each copy of the prompts."""
-    order = sorted(range(len(sites)), key=lambda i: sites[i].stage)  # mid, post, pre
-    copies = {"mid": [], "post": [], "pre": []}
-    for i in order:
-        copies[sites[i].stage].append(block.replaced(sites[i], fill(sites[i], block.value(sites[i]))))
-    final, streams, logp = block.layer == model.n_layers - 1, [], []
-    for stage in ("mid", "post"):
-        if copies[stage]:
-            x = torch.stack(copies[stage])  # [site b pos d]
-            x = (x[:, torch.arange(len(last)), last][:, :, None] if final else x).flatten(0, 1)
-            streams.append(x + block.own.mlp_out(block.own.mlp_hidden(block.own.ln2(x))) if stage == "mid" else x)
-    if streams:
-        x = torch.cat(streams)
-        logp.append(finish(model, x, block.layer + 1, last.repeat(len(x) // len(last))))
-    if copies["pre"]:
-        logp.append(finish(model, torch.cat(copies["pre"]), block.layer, last.repeat(len(copies["pre"]))))
-    back = torch.tensor(order).argsort()
-    return torch.cat(logp).unflatten(0, (len(sites), len(last)))[back]
-
-
-class Bench:
-    """A model and a task's parts: their streams, the full model's predictions, and how far an ablated one is from them."""
-
-    def __init__(self, model: Model, task: Task, settings: ComponentSettings):
-        self.model, self.settings = model, settings
-        self.tasks = {"train": task.train, "test": task.test}
-        self.streams: dict[tuple, Stream] = {}
-        self.ends: dict[str, Tensor] = {}
-        self.announced = False
-
-    def stream(self, part: str, what: str = "own", draw: int = 0) -> Stream:
-        """The prompts themselves, their counterfactuals (`cf`), or the partners of one derangement (`resample`)."""
-        if (part, what, draw) not in self.streams:
-            task = self.tasks[part]
-            tokens = {"own": lambda: task.tokens, "cf": task.need_counterfactual,
-                      "resample": lambda: task.resampled(task.partners(self.settings.seed + draw))}[what]()  # fmt: skip
-            self.streams[part, what, draw] = Stream(self.model, tokens, task.last)
-        return self.streams[part, what, draw]
-
-    @torch.no_grad()
-    def full(self, part: str, rows: Int[Tensor, " b"]) -> Float[Tensor, "b vocab"]:
-        """The full model's log-probabilities; kept where all of them fit into 1 GB, else only what they are made from."""
-        if part not in self.ends:
-            stream, ends = self.stream(part), []
-            for chunk in torch.arange(len(stream)).split(64):
-                x = self.model.run(self.model.embed(stream.tokens[chunk]))
-                ends.append(x[torch.arange(len(chunk)), stream.last[chunk]])
-            self.ends[part] = torch.cat(ends)
-            if len(stream) * self.model.d_vocab < 2.5e8:
-                self.ends[part] = torch.cat([self.model.log_probs(x) for x in self.ends[part].split(64)])
-        kept = self.ends[part][rows]
-        return kept if kept.shape[1] == self.model.d_vocab else self.model.log_probs(kept)
-
-    def passes(self, part: str, sites: Sequence[Site], fill: Fill, metric: str, rows: Tensor | None = None
-               ) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
-        """(sites, rows, values [site row]) of one pass after the other, each as large as memory and caches allow."""
-        stream, layer, model = self.stream(part), sites[0].layer, self.model
-        length = int(stream.last.max()) + 1
-        copies = max(1, ab.pass_tokens(model) // length)
-        if torch.is_grad_enabled():  # what one copy keeps for the backward pass
-            width = 14 * model.d_model + 4 * model.d_mlp
-            copies = runs.micro_batch(copies, length * (model.n_layers - layer) * width * 4 + 4 * model.d_vocab * 4)
-        side = min(len(sites), copies)
-        for chunk in stream.chunks(max(1, copies // side), rows):
-            with torch.no_grad():
-                block, full, last = stream.block(layer, chunk), self.full(part, chunk), stream.last[chunk]
-                for site in sites:
-                    block.value(site), getattr(block, site.stage)
-                fill_at = fill(layer, chunk)
-            for i in range(0, len(sites), side):
-                which = slice(i, min(i + side, len(sites)))
-                logp = ablated(model, block, sites[which], fill_at, last)
-                yield which, chunk, self.score(metric, part, chunk, full, logp)
-
-    def score(self, metric: str, part: str, rows: Tensor, full: Tensor, logp: Tensor) -> Float[Tensor, "site b"]:
-        """How far the ablated prediction is from the full one; `label` and `logit_diff` can be negative."""
-        if metric == "kl":
-            return stats.kl(full, logp)
-        task, at = self.tasks[part], rows.cpu()
-        if metric == "label":
-            return log_mass(full, task.right[at]) - log_mass(logp, task.right[at])
-        return sum(sign * (log_mass(full, ids[at]) - log_mass(logp, ids[at])) for sign, ids in ((1, task.right), (-1, task.wrong)))
-
-    @torch.no_grad()
-    def measure(self, part: str, sites: Sequence[Site], fill: Fill, metric: str) -> Float[Tensor, "site n"]:
-        values = torch.empty(len(sites), len(self.tasks[part]), device=self.model.device)
-        for which, rows, value in self.passes(part, sites, fill, metric):
-            values[which, rows] = value.float()
-        return values
-
-    def means(self, sites: Sequence[Site], ablation: str = "mean") -> dict[str, ab.Means]:
-        return ab.stream_means(self.stream("train", "cf" if ablation == "cf_mean" else "own"), sites)
-
-    def table(self, ablation: str, family: str, sites: Sequence[Site]) -> dict[str, Float[Tensor, "P dim"]]:
-        """Constants that need no training, from the train part."""
-        if ablation == "zero":
-            return {site.name: ab.zero(site, self.model) for site in sites}
-        return {name: found.rows(family) for name, found in self.means(sites, ablation).items()}
-
-    def fills(self, job: Job, sites: Sequence[Site]) -> list[Fill]:
-        """What an untrained ablation puts in the components' place: one fill for each draw."""
-        draws = range(self.settings.draws)
-        if job.ablation == "resample":
-            return [ab.activations(self.stream(job.part, "resample", draw)) for draw in draws]
-        if job.ablation == "counterfactual":
-            return [ab.activations(self.stream(job.part, "cf"))]
-        if job.ablation == "noise":
-            std, shape = {n: m.std for n, m in self.means(sites).items()}, tuple(self.tasks[job.part].tokens.shape)
-            return [ab.noise(std, self.settings.noise, shape, self.settings.seed + draw) for draw in draws]
-        return [ab.constants(self.table(job.ablation, job.family, sites))]
-
-
-@dataclass(frozen=True)
-class Fit:
-    constants: list[Tensor]
-    each: Float[Tensor, "constant n"]  # loss on every train prompt
-    curves: list[list[tuple[int, float]]]
-    start: list[int]  # which candidate each one started from
-
-
-Passes = Callable[[Sequence[Tensor], Sequence[int], Tensor | None], Iterator[tuple[slice, Tensor, Tensor]]]
-
-
 def fit(
-    candidates: Sequence[Sequence[Tensor]], scales: Sequence[float], passes: Passes, n: int, settings: ComponentSettings
-) -> Fit:
-    """Constants with the least mean loss over n train prompts, many side by side and each on its own.
+    candidates: Sequence[Sequence[Tensor]], scales: Sequence[float], passes: Callable, n: int, settings: ComponentSettings
+) -> tuple[list[Tensor], list[list[tuple[int, float]]], list[int]]:
+    """Constants with the least mean loss over n train prompts, many side by side, each on its own; curves; starts.
 
-    `candidates` holds sets of starts; each constant takes its best. `passes(constants, which, rows)` yields the losses of
-    the constants `which` on prompts `rows` (None: all) as (slice of which, rows, [constant row]). What is returned is the
-    best that any look at the whole train part saw, so it is never worse than any candidate.
+    Each starts from the best of its candidates. `passes(constants, which, rows)` yields the losses of constants `which`
+    on prompts `rows` (None: all) as (slice of which, rows, [constant row]). What comes back is the best that any look at
+    the whole train part saw, so it is no worse than any candidate.
     """
-
-    @torch.no_grad()
-    def look(constants: Sequence[Tensor], which: Sequence[int]) -> Float[Tensor, "constant n"]:
-        values = torch.empty(len(which), n)
-        for part, rows, value in passes(constants, which, None):
-            values[part, rows.cpu()] = value.float().cpu()
-        return values
-
-    active = list(range(len(scales)))
+    look = torch.no_grad()(lambda constants, which: collect(passes(constants, which, None), len(which), n))
+    active, rng = list(range(len(scales))), runs.generator(settings.seed)
     tried = torch.stack([look(constants, active) for constants in candidates])  # [candidate constant n]
     start = tried.mean(-1).argmin(0).tolist()
-    best = [candidates[start[i]][i].detach().clone() for i in active]
     each = torch.stack([tried[start[i], i] for i in active])
-    curves = [[(0, each[i].mean().item())] for i in active]
+    best = [candidates[start[i]][i].detach().clone() for i in active]
     live = [constant.clone().requires_grad_() for constant in best]
+    curves, cuts = [[(0, values.mean().item())] for values in each], [0] * len(best)
     groups = [{"params": [x], "lr": settings.lr * scale} for x, scale in zip(live, scales, strict=True)]
     optimiser = torch.optim.Adam(groups, eps=1e-12)
-    batches = _batches(n, settings.batch, settings.seed)
     for step in range(1, settings.steps + 1):
-        rows = next(batches)
+        rows = torch.randperm(n, generator=rng)[: settings.batch or n]
         optimiser.zero_grad()
         for _, _, value in passes(live, active, rows):
             (value.sum() / len(rows)).backward()
         optimiser.step()
         if step % settings.check and step < settings.steps:
             continue
-        going = []
         for i, values in zip(active, look(live, active), strict=True):
             curves[i].append((step, values.mean().item()))
             gain, error = stats.mean_se(each[i] - values)
-            if gain > max(error, 0) or gain > settings.tol * each[i].mean():
-                going.append(i)
+            idle = gain < settings.tol * each[i].mean() and not gain > error
             if gain > NOISE:
                 best[i], each[i] = live[i].detach().clone(), values
-        if not (active := going):
+            if idle:
+                cuts[i] += 1
+                optimiser.param_groups[i]["lr"] /= 3
+                live[i].data.copy_(best[i])
+        if not (active := [i for i in active if cuts[i] <= CUTS]):
             break
-    return Fit(best, each, curves, start)
+    return best, curves, start
 
 
-def _batches(n: int, size: int, seed: int) -> Iterator[Int[Tensor, " b"]]:
-    """Rows of one step after the other; every prompt comes once before any comes again."""
-    rng, size, pool = runs.generator(seed), size if 0 < size < n else n, torch.empty(0, dtype=torch.int64)
-    while True:
-        if len(pool) < size:
-            pool = torch.cat([pool, torch.randperm(n, generator=rng)])
-        yield pool[:size]
-        pool = pool[size:]
+def collect(passes: Iterator[tuple[slice, Tensor, Tensor]], sites: int, n: int) -> Float[Tensor, "site n"]:
+    values = torch.empty(sites, n)
+    for which, rows, value in passes:
+        values[which, rows] = value.float().cpu()
+    return values
 
 
-def train(bench: Bench, sites: Sequence[Site], family: str, objective: str, shared: dict[str, Tensor] | None) -> tuple:
-    """Optimal constants of one group; `shared` ones, where given, are one more start of the position family."""
-    found, settings = bench.means(sites), bench.settings
-    like = [found[site.name].rows(family) for site in sites]
-    tables = [bench.table(start, family, sites) for start in settings.starts] + ([shared] if shared else [])
-    candidates = [[t[s.name].expand_as(x) for s, x in zip(sites, like, strict=True)] for t in tables]
-    scales = [max(found[site.name].std.square().mean().sqrt().item(), 1e-6) for site in sites]
-
-    def passes(constants, which, rows):
-        table = {sites[i].name: constants[i] for i in which}
-        return bench.passes("train", [sites[i] for i in which], ab.constants(table), objective, rows)
-
-    done = fit(candidates, scales, passes, len(bench.tasks["train"]), settings)
-    starts = [*settings.starts, "shared"]
-    numbers = {"curves": dict(zip([s.name for s in sites], done.curves, strict=True))}
-    numbers["rows"] = [
-        {"component": s.name, "family": family, "start": starts[done.start[i]], "steps": done.curves[i][-1][0],
-         "gap": done.each[i].mean().item()} for i, s in enumerate(sites)
-    ]  # fmt: skip
-    return numbers, {site.name: constant for site, constant in zip(sites, done.constants, strict=True)}
+def score(
+    metric: str, full: Float[Tensor, "b vocab"], logp: Float[Tensor, "site b vocab"], right: Tensor, wrong: Tensor
+) -> Float[Tensor, "site b"]:
+    """How far the ablated prediction is from the full one: KL, or what the right answers lose (to the wrong ones)."""
+    if metric == "kl":
+        return stats.kl(full, logp)
+    lost = log_mass(full, right) - log_mass(logp, right)
+    return lost if metric == "label" else lost - log_mass(full, wrong) + log_mass(logp, wrong)
 
 
 def log_mass(logp: Float[Tensor, "*site b vocab"], ids: Int[Tensor, "b k"]) -> Float[Tensor, "*site b"]:
@@ -293,107 +126,198 @@ def log_mass(logp: Float[Tensor, "*site b vocab"], ids: Int[Tensor, "b k"]) -> F
     return picked.masked_fill(ids < 0, -torch.inf).logsumexp(-1)
 
 
-class Work:
-    """One request, checked: its sites in groups, and the runs that answer it."""
+class Bench:
+    """One request, checked: the streams of a task's parts, and the runs that answer it."""
 
-    def __init__(self, model, task, components, ablations, families, metric, parts, settings, store):
-        self.model, self.task, self.metric, self.store = model, task, metric, store
-        self.settings = settings or ComponentSettings()
+    def __init__(self, model, task, components, ablations, families, metric, part, settings, store):
+        self.model, self.task, self.metric, self.part, self.store = model, task, metric, part, store
+        self.settings, self.streams, self.fulls, self.done = settings or ComponentSettings(), {}, {}, {}
         components = ab.all_components(model) if components is None else components
         components = [components] if isinstance(components, str | Subspace) else list(components)
-        self.ablations, self.families, parts = (
-            [x] if isinstance(x, str) else list(x) for x in (ablations, families, parts)
-        )
-        for label, given, known in (("ablation", self.ablations, ABLATIONS), ("family", self.families, FAMILIES),
-                                    ("metric", [metric], METRICS), ("part", parts, PARTS),
-                                    ("start", self.settings.starts, ("mean", "zero", "cf_mean"))):  # fmt: skip
-            if not given or (unknown := [x for x in given if x not in known]):
-                raise ValueError(f"{label}: {', '.join(map(str, unknown)) if given else 'none given'}; there are {known}")
-        if not components:
-            raise ValueError("no components given; all_components(model) names every head and MLP")
-        if not len(task):
-            raise ValueError(f"task '{task.name}' has no prompts")
+        self.ablations, self.families = ([x] if isinstance(x, str) else list(x) for x in (ablations, families))
+        known = {"ablation": (self.ablations, ABLATIONS), "family": (self.families, FAMILIES), "part": ([part], PARTS),
+                 "metric": ([metric], METRICS), "start": (self.settings.starts, STARTS)}  # fmt: skip
+        for label, (given, there) in known.items():
+            if unknown := [x for x in given if x not in there] or ["none"] * (not given):
+                raise ValueError(f"{label} {', '.join(map(str, unknown))}: it is one of {', '.join(there)}")
         self.sites = [ab.parse(component, model) for component in components]
-        if len({site.name for site in self.sites}) < len(self.sites):
-            raise ValueError("a component is given twice")
-        self.bench = Bench(model, task, self.settings)
+        if not self.sites or len({site.name for site in self.sites}) < len(self.sites):
+            raise ValueError("no components, or one of them twice; all_components(model) names every head and MLP")
+        self.tasks = {"train": task.train, "test": task.test}
         asked = {*self.ablations, *(self.settings.starts if "optimal" in self.ablations else ())}
         if asked & {"counterfactual", "cf_mean"}:
             task.need_counterfactual()
-        for part in parts if "resample" in asked else ():
-            self.bench.tasks[part].partners()
-        for label, ids in {"label": {"right": task.right}, "logit_diff": {"right": task.right, "wrong": task.wrong}}.get(
-            metric, {}
-        ).items():
-            if not (ids >= 0).any(-1).all():
-                raise ValueError(f"metric '{metric}' needs {label} answers for every prompt of task '{task.name}'")
+        if "resample" in asked:
+            self.tasks[part].partners()
+        needed = {"label": [task.right], "logit_diff": [task.right, task.wrong]}.get(metric, [])
+        if not all((ids >= 0).any(-1).all() for ids in needed):
+            raise ValueError(f"metric '{metric}' needs answers that task '{task.name}' does not name for every prompt")
 
     def groups(self) -> list[list[Site]]:
-        """Components of one layer, at most GROUP together; `tok` stands alone, it changes its layer's input."""
-        groups: dict[tuple, list[Site]] = {}
-        for site in self.sites:
-            groups.setdefault((site.layer, site.stage != "pre"), []).append(site)
-        ordered = [groups[key] for key in sorted(groups)]
-        return [group[i : i + GROUP] for group in ordered for i in range(0, len(group), GROUP)]
+        """Components of one layer, at most GROUP together, layers upwards; `tok` is on its own: it changes an input."""
+        layers: dict[tuple, list[Site]] = {}
+        for site in sorted(self.sites, key=lambda site: site.stage):  # mid before post
+            layers.setdefault((site.layer, site.stage != "pre"), []).append(site)
+        return [layers[key][i : i + GROUP] for key in sorted(layers) for i in range(0, len(layers[key]), GROUP)]
 
-    def run(self, experiment: str, job: Job, layer: int, compute: Callable[[], tuple]) -> tuple[dict, dict[str, Tensor]]:
-        def announced(_=None):
+    def stream(self, part: str, what: str | int = "own") -> Stream:
+        """A part's prompts, their counterfactuals (`cf`), or their partners in the derangement of a seed."""
+        if (part, what) not in self.streams:
+            task = self.tasks[part]
+            make = {"own": lambda: task.tokens, "cf": task.need_counterfactual}
+            tokens = make.get(what, lambda: task.resampled(task.partners(what)))()
+            self.streams[part, what] = Stream(self.model, tokens, task.last)
+        return self.streams[part, what]
+
+    def full(self, part: str) -> Float[Tensor, "n vocab"]:
+        if part not in self.fulls:
+            self.fulls[part] = self.tasks[part].log_probs(self.model)
+        return self.fulls[part]
+
+    def passes(
+        self, part: str, sites: Sequence[Site], fill: Fill, metric: str, rows: Int[Tensor, " k"] | None = None
+    ) -> Iterator[tuple[slice, Int[Tensor, " b"], Float[Tensor, "site b"]]]:
+        """(sites, rows, how far the ablated model is from the full one), pass by pass, as much at once as is good."""
+        stream, layer, model, task = self.stream(part), sites[0].layer, self.model, self.tasks[part]
+        copies = stream.chunk
+        if torch.is_grad_enabled():  # one copy keeps so many bytes for the backward pass
+            each = stream.tokens.shape[1] * (model.n_layers - layer) * (14 * model.d_model + 4 * model.d_mlp)
+            copies = runs.micro_batch(copies, 4 * (each + 4 * model.d_vocab))
+        side = min(len(sites), copies)
+        for chunk in stream.chunks(copies // side, rows):
+            with torch.no_grad():
+                block, full, last = stream.block(layer, chunk), self.full(part)[chunk], stream.last[chunk]
+                fill_at, _ = fill(layer, chunk), [getattr(block, site.stage) for site in sites]
+            for i in range(0, len(sites), side):
+                some = sites[i : i + side]
+                logp = ab.ablated(model, block, some, fill_at, last)
+                yield slice(i, i + len(some)), chunk, score(metric, full, logp, task.right[chunk], task.wrong[chunk])
+
+    def table(self, ablation: str, family: str, sites: Sequence[Site]) -> dict[str, Float[Tensor, "P dim"]]:
+        """Constants of a group, from the train part; trained ones are a run of their own."""
+        if ablation == "optimal":
+            return self.run(sites, "optimal", family, "constants")[1]
+        if ablation == "zero":
+            return {site.name: ab.zero(site, self.model) for site in sites}
+        found = ab.stream_means(self.stream("train", "cf" if ablation == "cf_mean" else "own"), sites)
+        return {name: means.rows(family) for name, means in found.items()}
+
+    def fills(self, ablation: str, family: str, part: str, sites: Sequence[Site]) -> list[Fill]:
+        """What an ablation puts in the components' place: one fill for each draw."""
+        seeds = range(self.settings.seed, self.settings.seed + self.settings.draws)
+        if ablation in ("resample", "counterfactual"):
+            return [ab.activations(self.stream(part, x)) for x in (seeds if ablation == "resample" else ["cf"])]
+        if ablation == "noise":
+            found, shape = ab.stream_means(self.stream("train"), sites), tuple(self.tasks[part].tokens.shape)
+            std = {name: means.std for name, means in found.items()}
+            return [ab.noise(std, self.settings.noise, shape, seed) for seed in seeds]
+        return [ab.constants(self.table(ablation, family, sites))]
+
+    def train(self, sites: Sequence[Site], family: str, metric: str, starts: Sequence[str]) -> tuple[dict, dict]:
+        """Optimal constants of a group, by name, and how they were found."""
+        found, names = ab.stream_means(self.stream("train"), sites), [site.name for site in sites]
+        like = [found[name].rows(family) for name in names]
+        tables = [self.table(*(("optimal", "shared") if s == "shared" else (s, family)), sites) for s in starts]
+        candidates = [[table[n].expand_as(x) for n, x in zip(names, like, strict=True)] for table in tables]
+        scales = [max(found[name].std.square().mean().sqrt().item(), 1e-6) for name in names]
+
+        def passes(constants, which, rows):
+            fill = ab.constants({names[i]: constants[i] for i in which})
+            return self.passes("train", [sites[i] for i in which], fill, metric, rows)
+
+        best, curves, start = fit(candidates, scales, passes, len(self.tasks["train"]), self.settings)
+        about = [{"start": starts[i], "curve": curve} for i, curve in zip(start, curves, strict=True)]
+        return dict(zip(names, about, strict=True)), dict(zip(names, best, strict=True))
+
+    def run(self, sites: Sequence[Site], ablation: str, family: str, part: str) -> tuple[dict, dict[str, Tensor]]:
+        """Numbers and tensors of one run: a group's `constants`, or its values on a part."""
+        starts = [x for x in self.settings.starts if x != "shared"]
+        starts += ["shared"] * (family == "position" and "shared" in (*self.settings.starts, *self.families))
+        options = {name: getattr(self.settings, name) for name in MATTERS.get(ablation, ())}
+        options |= {"starts": starts} if ablation == "optimal" else {}
+        metric = "kl" if part == "constants" and self.metric != "label" else self.metric
+        job = Job(tuple(site.name for site in sites), ablation, family, part, metric, self.settings.seed, options)
+
+        def compute(_=None):
             self.announce()
-            return compute()
+            if part == "constants":
+                return self.train(sites, family, metric, starts)
+            passes = [self.passes(part, sites, f, metric) for f in self.fills(ablation, family, part, sites)]
+            with torch.no_grad():
+                values = torch.stack([collect(p, len(sites), len(self.tasks[part])) for p in passes]).mean(0)
+            gaps = [stats.mean_se(each) for each in values]
+            rows = [{"component": x.name, "layer": x.layer, "kind": x.kind, "ablation": ablation, "family": family,
+                     "gap": gap, "se": se, "n": values.shape[1]} for x, (gap, se) in zip(sites, gaps, strict=True)]  # fmt: skip
+            return {"rows": rows}, {"values": values}
 
-        if not self.store:
-            return announced()
-        key = "_".join(filter(None, [job.ablation, job.family, job.metric, job.part, f"layer={layer}"]))
-        done = runs.run(experiment, job, announced, model=self.model, task=self.task, version=VERSION, key=key)
-        return done.numbers, done.tensors
+        if (where := (job.components, ablation, family, part)) not in self.done:
+            experiment = "component_constants" if part == "constants" else "single_components"
+            key = "_".join(filter(None, [ablation, family, metric, part, f"layer={sites[0].layer}"]))
+            about = {"model": self.model, "task": self.task, "version": VERSION, "key": key}
+            done = runs.run(experiment, job, compute, **about) if self.store else compute()
+            self.done[where] = (done.numbers, done.tensors) if self.store else done
+        return self.done[where]
 
     def announce(self) -> None:
-        """What is about to start, and what it costs at most, from the time of one forward pass."""
-        if self.bench.announced:
+        """Once, before the first thing that is not stored: what all of it costs at most, from one clean forward."""
+        if self.fulls:
             return
-        self.bench.announced, s, n = True, self.settings, {k: len(v) for k, v in self.bench.tasks.items()}
-        began = time.perf_counter()
-        self.bench.full("test", torch.arange(1))
-        second = (time.perf_counter() - began) / n["test"]
-        draws = sum(s.draws if a in ("resample", "noise") else len(self.families) if a in WITH_FAMILY else 1 for a in self.ablations)
-        step = 2 * (s.batch or n["train"]) + n["train"] / s.check
-        each = draws * n["test"] + ("optimal" in self.ablations) * len(self.families) * s.steps * step
-        copies = sum(each * (1 - site.layer / self.model.n_layers) for site in self.sites)
-        runs.announce(f"{len(self.sites)} components, {', '.join(self.ablations)}: at most {runs.estimate(second, int(copies))}")
+        s, n, began = self.settings, len(self.tasks[self.part]), time.perf_counter()
+        self.full(self.part)
+        second, train = (time.perf_counter() - began) / n, len(self.tasks["train"])
+        draws = {"resample": s.draws, "noise": s.draws, **dict.fromkeys(WITH_FAMILY, len(self.families))}
+        step = (2 * (s.batch or train) + train / s.check) * len(self.families) * ("optimal" in self.ablations)
+        each = sum(draws.get(ablation, 1) for ablation in self.ablations) * n + s.steps * step
+        copies = int(sum(each * (1 - site.layer / self.model.n_layers) for site in self.sites))
+        runs.announce(f"{len(self.sites)} components: at most {runs.estimate(second, copies)}; what is done is kept")
 
-    def job(self, group: Sequence[Site], ablation: str, family: str, part: str, metric: str) -> Job:
-        s, options = self.settings, {}
-        if ablation in ("resample", "noise"):
-            options = {"draws": s.draws} | ({"noise": s.noise} if ablation == "noise" else {})
-        if ablation == "optimal":
-            starts = [*s.starts, "shared"] if self.both(family) else list(s.starts)
-            options = {"steps": s.steps, "lr": s.lr, "batch": s.batch, "check": s.check, "tol": s.tol, "starts": starts}
-        return Job(tuple(site.name for site in group), ablation, family, part, metric, s.seed, options)
-
-    def both(self, family: str) -> bool:
-        return family == "position" and "shared" in self.families
-
-    def trained(self, group: Sequence[Site], family: str) -> tuple[dict, dict[str, Tensor]]:
-        """Constants of a group and how they were found. The label metric has its own optimum; the logit difference has
-        none (it could grow without end), so there the constants are those of the KL."""
-        objective = "label" if self.metric == "label" else "kl"
-        shared = self.trained(group, "shared")[1] if self.both(family) else None
-        job = self.job(group, "optimal", family, "train", objective)
-        compute = lambda: train(self.bench, group, family, objective, shared)  # noqa: E731
-        return self.run("component_constants", job, group[0].layer, compute)
-
-    def values(self, group: Sequence[Site], ablation: str, family: str, part: str) -> Float[Tensor, "site n"]:
-        job = self.job(group, ablation, family, part, self.metric)
-
-        def compute():
-            fills = self.bench.fills(job, group) if ablation != "optimal" else [ab.constants(self.trained(group, family)[1])]
-            values = torch.stack([self.bench.measure(part, group, fill, self.metric) for fill in fills]).mean(0).cpu()
-            return {"rows": [_row(s, ablation, family, v) for s, v in zip(group, values, strict=True)]}, {"values": values}
-
-        return self.run("single_components", job, group[0].layer, compute)[1]["values"]
+    def answer(self) -> dict[tuple[str, str, str], tuple[dict, Float[Tensor, " n"]]]:
+        """Row of the table and values of every prompt, by (component, ablation, family) in the order asked for."""
+        found, families = {}, [family for family in FAMILIES[::-1] if family in self.families]
+        jobs = [(g, a, f) for g in self.groups() for a in self.ablations for f in (families if a in WITH_FAMILY else [""])]
+        for group, ablation, family in runs.progress(jobs, desc=f"{len(self.sites)} components"):
+            numbers, tensors = self.run(group, ablation, family, self.part)
+            rows = zip(group, numbers["rows"], tensors["values"], strict=True)
+            found |= {(site.name, ablation, family): (row, values) for site, row, values in rows}
+        order = [(s.name, a, f) for s in self.sites for a in self.ablations for f in ("", *self.families)]
+        return {key: found[key] for key in order if key in found}
 
 
-def _row(site: Site, ablation: str, family: str, values: Float[Tensor, " n"]) -> dict:
-    gap, se = stats.mean_se(values)
-    about = {"component": site.name, "layer": site.layer, "kind": site.kind, "ablation": ablation, "family": family}
-    return {**about, "gap": gap, "se": se, "n": len(values)}
+def component_values(
+    model: Model, task: Task, components: Sequence[str | Subspace] | None = None, ablations: Sequence[str] = DEFAULT,
+    families: Sequence[str] = ("position",), metric: str = "kl", part: str = "test",
+    settings: ComponentSettings | None = None, store: bool = True,
+) -> Values:  # fmt: skip
+    """The gap of each prompt of a part, by (component, ablation, family); family is "" where an ablation has none.
+
+    No components: every head and MLP. Constants always come from the train part; where both families are asked for,
+    those of the position family start from the shared ones too. The label metric has an optimum of its own; the logit
+    difference has none (it could grow without end), so there the optimal constants are those of the KL.
+    """
+    bench = Bench(model, task, components, ablations, families, metric, part, settings, store)
+    return {key: values for key, (_, values) in bench.answer().items()}
+
+
+def component_gaps(model, task, components=None, ablations=DEFAULT, families=("position",), metric="kl", part="test",
+                   settings=None, store=True) -> pd.DataFrame:  # fmt: skip
+    """`component_values` as mean and standard error: columns component layer kind ablation family gap se n."""
+    bench = Bench(model, task, components, ablations, families, metric, part, settings, store)
+    return pd.DataFrame([row for row, _ in bench.answer().values()])
+
+
+def train_constants(model, task, components=None, family="position", metric="kl", settings=None, store=True):
+    """Optimal constants by component, [P, dim] or [1, dim], and how each was found: {start, curve of (step, gap)}.
+
+    Those that `component_gaps` trained for the same components are loaded; if it was asked for both families, put
+    "shared" among the settings' starts.
+    """
+    bench, constants, found = Bench(model, task, components, "optimal", family, metric, "train", settings, store), {}, {}
+    for group in runs.progress(bench.groups(), desc=f"{len(bench.sites)} constants"):
+        numbers, tensors = bench.run(group, "optimal", family, "constants")
+        constants, found = constants | tensors, found | numbers
+    return constants, found
+
+
+def optimal_constants(model, task, components=None, family="position", **options) -> dict[str, Float[Tensor, "P dim"]]:
+    """The constants alone: position i takes row min(i, P−1)."""
+    return train_constants(model, task, components, family, **options)[0]

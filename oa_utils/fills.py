@@ -1,12 +1,14 @@
-"""Fills: the values that flow along ablated edges, and how the masked model sees them position by position."""
+"""Fills, the values that flow along ablated edges; and the stream, where what is written stands beside them."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from oa_utils.masked import MaskedModel
@@ -27,26 +29,23 @@ class Constants(NamedTuple):
         model = masked.model
         layers, heads, d, d_head = model.n_layers, model.n_heads, model.d_model, model.d_head
         lead = self.embed.shape[:-1]
-        wanted = ((*lead, d), (*lead, layers, heads, d_head), (*lead, layers, d))
         got = tuple(tuple(part.shape) for part in self)
-        if len(lead) > 1 or 0 in lead or got != wanted:
-            want = f"[{d}], [{layers}, {heads}, {d_head}], [{layers}, {d}]"
+        if len(lead) > 1 or 0 in lead or got != ((*lead, d), (*lead, layers, heads, d_head), (*lead, layers, d)):
             raise ValueError(
-                f"Constants(embed, heads, mlps) of '{model.name}' have shapes {want}, or those with one leading axis of "
-                f"positions on each; got {', '.join(str(list(shape)) for shape in got)}"
+                f"Constants(embed, heads, mlps) of '{model.name}' have shapes [{d}], [{layers}, {heads}, {d_head}], "
+                f"[{layers}, {d}], or these with one leading axis of positions on each; got {', '.join(map(str, got))}"
             )
         parts = [part.to(model.device, model.dtype) for part in self]
         embed, z, mlps = parts if lead else [part[None] for part in parts]
-        if len(embed) > 1:  # position 0 is never ablated, so row 0 is for nobody unless it is the only one
+        if len(embed) > 1:  # row 0 is for position 0, which is never ablated, unless it is the only row
             at = torch.arange(1, length, device=embed.device).clamp(max=len(embed) - 1)
             embed, z, mlps = embed[at], z[at], mlps[at]
-        written = torch.einsum("plhe,lhed->lhpd", z, masked.W_O)
-        writers = torch.cat((written, masked.centre(mlps).transpose(0, 1)[:, None]), dim=1).flatten(0, 1)
-        each = torch.cat((masked.centre(embed)[None], writers))
-        with torch.no_grad():
-            attn = written.sum(1) + masked.b_O[:, None]
-        z = z.detach().permute(1, 2, 0, 3)[:, :, None]
-        return Fill(each[0, None].detach(), z, attn[:, None], masked.centre(mlps.detach()).transpose(0, 1)[:, None], each)
+        embed, mlps = masked.centre(embed)[None], masked.centre(mlps).transpose(0, 1)[:, None]  # [1 p d], [layer 1 p d]
+        heads = torch.einsum("plhe,lhed->lhpd", z, masked.W_O)
+        each = torch.cat((embed, torch.cat((heads, mlps), dim=1).flatten(0, 1)))
+        attn = heads.sum(1, keepdim=True) + masked.b_O[:, None, None]
+        z = z.permute(1, 2, 0, 3)[:, :, None]
+        return Fill(embed.detach(), z.detach(), attn.detach(), mlps.detach(), each)
 
 
 class Activations(NamedTuple):
@@ -63,11 +62,11 @@ class Activations(NamedTuple):
 
     def _at(self, masked: MaskedModel, batch: int, length: int) -> Fill:
         model = masked.model
-        wanted = (batch, length, model.n_layers, model.n_heads, model.d_head)
-        if tuple(self.heads.shape) != wanted:
+        wanted = [batch, length, model.n_layers, model.n_heads, model.d_head]
+        if list(self.heads.shape) != wanted:
             raise ValueError(
-                f"activations that fill {batch} prompts of {length} tokens have heads of shape {list(wanted)}, got "
-                f"{list(self.heads.shape)}; use fill.rows(index) to repeat or select prompts"
+                f"activations that fill {batch} prompts of {length} tokens have heads of shape {wanted}, got "
+                f"{list(self.heads.shape)}; fill.rows(index) selects or repeats prompts"
             )
         embed, heads, attn, mlps = (part[:, 1:].detach() for part in self)
         attn, mlps = (masked.centre(part).permute(2, 0, 1, 3) for part in (attn, mlps))
@@ -75,21 +74,200 @@ class Activations(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """A fill at positions 1.. as the engine uses it: centred where the model's norms do so, axes of size 1 broadcast."""
+    """A fill at positions 1.. as the engine uses it: centred if the model's norms are; axes b and p may have size 1."""
 
     embed: Float[Tensor, "b p d"]
     z: Float[Tensor, "layer head b p d_head"]
     attn: Float[Tensor, "layer b p d"]
     mlps: Float[Tensor, "layer b p d"]
-    each: Float[Tensor, "writer p d"] | None  # constants in the stream's space: what carries their gradient
+    each: Float[Tensor, "writer p d"] | None  # constants as they enter the stream: what carries their gradient
 
     def at(self, position: Int[Tensor, " batch"]) -> Fill:
-        """The fill at one position of each example (counted from position 1)."""
-        if self.embed.shape[-2] == 1:
-            return self
-        rows = torch.arange(len(position), device=position.device)
+        """The fill at one position of each example."""
+        return Fill(*(at_position(part, position) for part in self[:4]), self.each)
 
-        def one(part: Tensor) -> Tensor:
-            return part.expand(*part.shape[:-3], len(position), -1, -1)[..., rows, position, :][..., None, :]
 
-        return Fill(one(self.embed), one(self.z), one(self.attn), one(self.mlps), self.each)
+def at_position(x: Float[Tensor, "*any b p d"], position: Int[Tensor, " batch"]) -> Float[Tensor, "*any b 1 d"]:
+    """x at one position of each example; what is the same at all positions stays as it is."""
+    if x.shape[-2] == 1:
+        return x
+    rows = torch.arange(len(position), device=position.device)
+    return x.expand(*x.shape[:-3], len(position), -1, -1)[..., rows, position, :][..., None, :]
+
+
+def pick(x: Tensor, dim: int, index: Int[Tensor, " n"]) -> Tensor:
+    """x at these indices, which are in order, so that all of them means x itself."""
+    return x if len(index) == x.shape[dim] else x.index_select(dim, index)
+
+
+def rows_of(like: Tensor, n: int, *shape: int) -> Float[Tensor, "n batch pos d"]:
+    """n rows to be filled, with a gap after each: rows a multiple of 4 KB apart would fight for cache lines."""
+    size = prod(shape)
+    return like.new_empty(n, size + 528)[:, :size].unflatten(1, shape)
+
+
+class Stream:
+    """value − fill of every live writer so far, in one buffer; row 0 holds what the edges carry when all are ablated.
+
+    Writes and reads are autograd functions that share the buffer and one more for its gradient. `token`, an empty
+    tensor handed from write to write and into every read, tells autograd their order: a write's backward comes after
+    those of all its readers. The buffers are used up by it: one backward for one forward.
+    """
+
+    def __init__(self, fill: Fill, live: Bool[Tensor, " writer"], shape: tuple[int, int, int], eps: float, everywhere):
+        self.fill, self.base, self.live, self.eps, self.everywhere = fill, fill.embed, live, eps, everywhere
+        self.row = (1 + live.cumsum(0) - live.long()).tolist()  # of each writer
+        self.values = rows_of(fill.embed, *shape, fill.embed.shape[-1])
+        self.grads = self.fill_grads = self.position = None
+        self.token = self.values.new_empty(0)
+
+    def open(self) -> Stream:
+        """From here on constants get gradients, if they ask for them."""
+        if self.fill.each is not None and self.fill.each.requires_grad and torch.is_grad_enabled():
+            self.fill_grads = torch.zeros_like(self.fill.each)
+            self.token = _Open.apply(self.fill.each, self)
+        return self
+
+    def at(self, position: Int[Tensor, " batch"]) -> Stream:
+        """A stream that goes on, with all its writers, at one position of each example."""
+        shape = 1 + int(self.live.sum()), len(position), 1
+        new = Stream(self.fill.at(position), self.live, shape, self.eps, self.everywhere)
+        new.base, new.position, new.fill_grads = at_position(self.base, position), position, self.fill_grads
+        new.token = _At.apply(self.token, self, new)
+        return new
+
+    def write(self, vertex: int, x: Float[Tensor, "n batch pos _"], weight: Tensor | None = None) -> None:
+        """Puts value − fill of n live writers, the first one `vertex`, into their rows; through `weight` if given."""
+        self.token = _Write.apply(self.token, x, weight, self, self.row[vertex])
+
+    def read(self, mask: Float[Tensor, "b reader writer"], first: int = 0) -> Float[Tensor, "reader batch pos d"]:
+        """The readers' inputs; if `first` is not 0, only what the writers from there on add to them."""
+        return _Read.apply(self.token, mask, self.values.new_empty(0, self.values.shape[-1], 0), self, first)[1]
+
+    def project(self, mask: Float[Tensor, "b reader writer"], weight: Float[Tensor, "n d d_head"]):
+        """The first n readers' inputs, normed and projected [n batch pos d_head]; the inputs of the other readers."""
+        return _Read.apply(self.token, mask, weight, self, 0)
+
+    def ablated(self, n: int) -> Float[Tensor, "b p d"]:
+        """The input of a reader of n writers all of whose edges are ablated, with the gradient of their constants."""
+        if self.fill_grads is None:
+            return self.base
+        total = self.fill.each[None, :n].sum(1)
+        total = total if self.position is None else at_position(total, self.position)
+        return self.base + (total - total.detach())
+
+    def gradient(self) -> Float[Tensor, "row batch pos d"]:
+        if self.grads is None:
+            self.grads = rows_of(self.values, *self.values.shape).zero_()
+        return self.grads
+
+    def add_fill_gradient(self, mask: Float[Tensor, "b r writer"], grad: Float[Tensor, "r batch pos d"], first: int):
+        """To every constant, also of dead writers, what arrives along its ablated edges."""
+        weight = 1 - mask if self.everywhere else (mask == 0).to(mask.dtype)
+        to = self.fill_grads[first : first + mask.shape[-1]]  # [writer, 1 or pos, d]
+        if to.shape[1] > 1 and self.position is not None:
+            weight = weight.expand(grad.shape[1], -1, -1)
+            to.index_add_(1, self.position, torch.einsum("brw,rbd->wbd", weight, grad[:, :, 0]))
+            return
+        grad = grad.sum(2) if to.shape[1] == 1 else grad.flatten(2)  # [reader, batch, d or pos d]
+        grad = grad if len(mask) > 1 else grad.sum(1, keepdim=True)
+        to.flatten(1).addmm_(weight.permute(2, 1, 0).flatten(1), grad.flatten(0, 1))
+
+
+class _Open(torch.autograd.Function):
+    """Where the gradients of all constants come out in the end."""
+
+    @staticmethod
+    def forward(ctx, each, stream):
+        ctx.stream = stream
+        return each.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        return ctx.stream.fill_grads, None
+
+
+class _At(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, wide, narrow):
+        ctx.wide, ctx.narrow = wide, narrow
+        narrow.values[: len(wide.values)] = at_position(wide.values, narrow.position)
+        return token.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, token):
+        n, batch, position = *ctx.wide.values.shape[:2], ctx.narrow.position
+        ctx.wide.gradient()[:, torch.arange(batch, device=position.device), position] += ctx.narrow.gradient()[:n, :, 0]
+        return token, None, None
+
+
+class _Write(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, x, weight, stream, row):
+        ctx.weight, ctx.stream, ctx.rows = weight, stream, slice(row, row + len(x))
+        rows = stream.values[ctx.rows]
+        if weight is None:
+            rows.copy_(x)
+        else:
+            torch.bmm(x.flatten(1, 2), weight, out=rows.flatten(1, 2))
+        return token.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, token):
+        grad = ctx.stream.gradient()[ctx.rows]
+        if ctx.weight is not None:
+            grad = torch.bmm(grad.flatten(1, 2), ctx.weight.mT).unflatten(1, grad.shape[1:3])
+        return token, grad, None, None, None
+
+
+class _Read(torch.autograd.Function):
+    """Mixes the writers for each reader; norm and projection of the first ones save nothing but the mixed input."""
+
+    @staticmethod
+    def forward(ctx, token, mask, weight, stream, first):
+        ctx.live = stream.live[first : first + mask.shape[-1]].nonzero()[:, 0]
+        ctx.rows = slice(stream.row[first], stream.row[first] + len(ctx.live))
+        ctx.mask, ctx.weight, ctx.stream, ctx.first, n = mask, weight, stream, first, len(weight)
+        values, kept = stream.values[ctx.rows], pick(mask, -1, ctx.live)
+        if first == 0:  # the base is one more writer, whose edges are all kept
+            stream.values[0] = stream.base
+            values, kept = stream.values[: ctx.rows.stop], torch.cat((torch.ones_like(mask[..., :1]), kept), -1)
+        x = rows_of(values, mask.shape[1], *values.shape[1:])
+        if len(mask) == 1:
+            torch.mm(kept[0], values.flatten(1), out=x.flatten(1))
+        else:
+            torch.bmm(kept, values.flatten(2).transpose(0, 1), out=x.flatten(2).transpose(0, 1))
+        inputs = x[:n].flatten(1, 2)
+        norm = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)
+        ctx.scale = (norm.square() / x.shape[-1] + stream.eps).rsqrt()
+        ctx.x, ctx.y = x, torch.bmm(inputs, weight).mul_(ctx.scale)
+        return ctx.y.unflatten(1, x.shape[1:3]).clone(), x[n:].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y, grad_x):
+        mask, stream, x, n = ctx.mask, ctx.stream, ctx.x, len(ctx.weight)
+        inputs, grad_y = x[:n].flatten(1, 2), grad_y.flatten(1, 2)
+        along = (grad_y * ctx.y).sum(-1, keepdim=True) * ctx.scale.square() / x.shape[-1]
+        inputs.mul_(-along).baddbmm_(grad_y * ctx.scale, ctx.weight.mT)
+        x[n:] = grad_x  # x now holds the gradient of the readers' inputs
+        values, grads, grad_mask = stream.values[ctx.rows], stream.gradient()[ctx.rows], None
+        by_example, kept = x.flatten(2).transpose(0, 1), pick(mask, -1, ctx.live)
+        if ctx.needs_input_grad[1]:
+            if len(mask) == 1:
+                grad_mask = (x.flatten(1) @ values.flatten(1).T)[None]
+            else:
+                grad_mask = torch.bmm(by_example, values.flatten(2).permute(1, 2, 0))
+            if len(ctx.live) < mask.shape[-1]:
+                grad_mask = torch.zeros_like(mask).index_copy_(-1, ctx.live, grad_mask)
+        if len(mask) == 1:
+            grads.flatten(1).addmm_(kept[0].T, x.flatten(1))
+        else:
+            grads.flatten(2).transpose(0, 1).baddbmm_(kept.mT, by_example)
+        if stream.fill_grads is not None:
+            stream.add_fill_gradient(mask, x, ctx.first)
+        ctx.x = None
+        return grad_y.new_zeros(0), grad_mask, None, None, None

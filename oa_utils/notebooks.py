@@ -39,7 +39,8 @@ def execute(path: Path, model: str, budget: str, report=lambda text: None) -> bo
         if cell_index in cells:
             report(f"\r{path.stem}: cell {cells.index(cell_index) + 1}/{len(cells)}, {time.time() - start:.0f} s ")
 
-    client = NotebookClient(notebook, timeout=None, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
+    where, silent = {"metadata": {"path": str(path.parent)}}, ["--log-level=40"]
+    client = NotebookClient(notebook, timeout=None, kernel_name="python3", resources=where, extra_arguments=silent)
     client.record_timing = False
     client.on_cell_execute = show
     try:
@@ -48,7 +49,7 @@ def execute(path: Path, model: str, budget: str, report=lambda text: None) -> bo
         failed = ROOT / ".oa" / "failed" / path.name
         failed.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, failed)
-        report(f"\r{path.stem}: failed, see {failed.relative_to(ROOT)}\n{str(error)[-1500:]}\n")
+        report(f"\r{path.stem}: failed, see {failed.relative_to(ROOT)}\n{error.ename}: {error.evalue}\n")
         return False
     notebook.metadata.pop("widgets", None)
     notebook.metadata.get("language_info", {}).pop("version", None)

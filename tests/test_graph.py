@@ -43,9 +43,8 @@ def reachable(graph: Graph, mask: torch.Tensor) -> torch.Tensor:
 
 
 def model_like(graph: Graph, name="toy", fingerprint="f1", d_model=8) -> SimpleNamespace:
-    return SimpleNamespace(
-        n_layers=graph.n_layers, n_heads=graph.n_heads, d_model=d_model, name=name, fingerprint=fingerprint
-    )
+    shape = {"n_layers": graph.n_layers, "n_heads": graph.n_heads, "d_model": d_model}
+    return SimpleNamespace(**shape, name=name, fingerprint=fingerprint)
 
 
 # ---- the graph
@@ -375,7 +374,13 @@ def test_dot_text_names_every_edge_once(circuit):
 
 def test_manual_ioi_has_the_published_edges(monkeypatch):
     circuit = manual_ioi(GPT2)
+    published = "0.1 0.10 2.2 3.0 4.11 5.5 5.8 5.9 6.9 7.3 7.9 8.6 8.10 9.0 9.6 9.7 9.9"
+    published += " 10.0 10.1 10.2 10.6 10.7 10.10 11.2 11.9 11.10"
     assert circuit.n_edges == 963 and len(circuit.heads) == 26
+    assert circuit.heads == ["a" + head.replace(".", ".h") for head in published.split()]
+    to_movers, to_inhibition = Edge("a8.h6", "a9.h9", "q"), Edge("a5.h5", "a8.h6", "v")
+    assert {to_movers, to_inhibition} <= set(circuit.edges)
+    assert not {to_movers._replace(slot="v"), to_inhibition._replace(slot="q")} & set(circuit.edges)
     assert [v for v in circuit.vertices if v[0] == "m"] == [f"m{i}" for i in range(12)]
     assert kinds(circuit.edges) == {
         ("mlp", "head"): 567, ("embed", "head"): 45, ("head", "head"): 124, ("head", "mlp"): 123, ("head", "out"): 13,
@@ -387,7 +392,10 @@ def test_manual_ioi_has_the_published_edges(monkeypatch):
 
 def test_manual_greater_than_has_the_published_edges(monkeypatch):
     circuit = manual_greater_than(GPT2)
-    assert circuit.n_edges == 235 and len(circuit.heads) == 9
+    published = "0.1 0.3 0.5 5.5 6.1 6.9 7.10 8.11 9.1"
+    assert circuit.n_edges == 235
+    assert circuit.heads == ["a" + head.replace(".", ".h") for head in published.split()]
+    assert Edge("a0.h1", "m0") in circuit.edges and Edge("a0.h3", "m0") not in circuit.edges
     assert kinds(circuit.edges) == {
         ("embed", "head"): 9, ("embed", "mlp"): 4, ("head", "head"): 54, ("head", "mlp"): 27, ("head", "out"): 6,
         ("mlp", "head"): 89, ("mlp", "mlp"): 42, ("mlp", "out"): 4,

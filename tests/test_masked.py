@@ -41,6 +41,15 @@ def ungrouped(model: Model) -> Model:
     return wrap(hf, name="ungrouped")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small gain nothing from threads, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def models() -> dict[str, MaskedModel]:
     return {family: MaskedModel(random_model(family)) for family in FAMILIES}
@@ -131,9 +140,7 @@ def oracle(model: Model, graph, tokens: Tensor, last: Tensor, mask: Tensor, fill
         seen.append(x)
 
     def head_hook(i, slot):
-        return lambda x, hook: clean_first(
-            torch.stack([mix(attn[i][:, slot, h], i) for h in range(HEADS)], dim=2), x
-        )
+        return lambda x, hook: clean_first(torch.stack([mix(attn[i][:, slot, h], i) for h in range(HEADS)], dim=2), x)
 
     def result_hook(x, hook):
         seen.extend(x.unbind(2))
@@ -153,17 +160,13 @@ def oracle(model: Model, graph, tokens: Tensor, last: Tensor, mask: Tensor, fill
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["shared", "position", "pooled"])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_equals_the_hook_based_oracle_in_values_and_gradients(family, name, everywhere):
-    masked = MaskedModel(random_model(family))
-    reference = ungrouped(random_model(family)) if family == "grouped" else random_model(family)
+def test_equals_the_hook_based_oracle_in_values_and_gradients(models, family, name, everywhere):
+    masked = models[family]
+    reference = ungrouped(masked.model) if family == "grouped" else masked.model
     tokens, last = prompts()
     mask, fill = random_mask(masked), fills(masked)[name]
-    fast = value_and_gradients(
-        lambda m, f: masked(tokens, last, m, f, constants_everywhere=everywhere), mask, fill
-    )
-    slow = value_and_gradients(
-        lambda m, f: oracle(reference, masked.graph, tokens, last, m, f, everywhere), mask, fill
-    )
+    fast = value_and_gradients(lambda m, f: masked(tokens, last, m, f, constants_everywhere=everywhere), mask, fill)
+    slow = value_and_gradients(lambda m, f: oracle(reference, masked.graph, tokens, last, m, f, everywhere), mask, fill)
     assert_close(fast[0], slow[0])
     for got, want in zip(fast[1], slow[1], strict=True):
         assert want.abs().max() > 1e-3
@@ -171,9 +174,9 @@ def test_equals_the_hook_based_oracle_in_values_and_gradients(family, name, ever
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_the_hook_based_oracle_with_activations_of_other_prompts(family):
-    masked = MaskedModel(random_model(family))
-    reference = ungrouped(random_model(family)) if family == "grouped" else random_model(family)
+def test_equals_the_hook_based_oracle_with_activations_of_other_prompts(models, family):
+    masked = models[family]
+    reference = ungrouped(masked.model) if family == "grouped" else masked.model
     (tokens, last), (mask,) = prompts(), leaves(random_mask(masked))
     fill = fills(masked)["activations"]
     got, want = masked(tokens, last, mask, fill), oracle(reference, masked.graph, tokens, last, mask, fill)
