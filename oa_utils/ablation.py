@@ -63,9 +63,8 @@ def parse(component: str | Subspace, model: Model) -> Site:
     layer, unit = ([int(number) for number in re.findall(r"\d+", text)] + [0, 0])[:2]
     if not found or layer >= layers or unit >= (heads if text[0] == "a" else model.d_mlp):
         raise ValueError(
-            f"there is no component {component!r}: '{model.name}' has heads a0.h0 … a{layers - 1}.h{heads - 1}, whole "
-            f"attention layers a0 … a{layers - 1}, MLPs m0 … m{layers - 1}, neurons m0.n0 … m{layers - 1}.n"
-            f"{model.d_mlp - 1}, and tok"
+            f"there is no component {component!r}: '{model.name}' has heads a0.h0 … a{layers - 1}.h{heads - 1}, attention "
+            f"layers a0 … a{layers - 1}, MLPs m0 … m{layers - 1}, neurons like m0.n{model.d_mlp - 1}, and tok"
         )
     if ".h" in text:
         return Site(text, "head", "z", layer, slice(unit * width, (unit + 1) * width))
@@ -130,8 +129,8 @@ class Block:
         if site.basis is not None:
             basis = site.basis.to(change)
             change = change @ basis @ basis.T
-        write = self.write(site)
-        change = change if write is None else change @ write
+        if (write := self.write(site)) is not None:
+            change = change @ write
         return getattr(self, site.stage) + F.pad(change[:, 1:], (0, 0, 1, 0))
 
 
@@ -253,7 +252,7 @@ def means(
     stream, found = Stream(model, tokens, last), {}
     for layer in sorted({site.layer for site in sites}):
         found |= stream_means(stream, [site for site in sites if site.layer == layer])
-    return {site.name: found[site.name] for site in sites}
+    return found
 
 
 # A fill says, for a layer and rows of prompts, what each site gets in place of its value: [1 or batch, pos, dim].

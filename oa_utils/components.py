@@ -1,14 +1,14 @@
 """Importance of components, one at a time: the gap that each ablation of each component opens (paper §2, appendix E).
 
-An ablation in layer l leaves the layers below as they are, so the clean stream is computed once up to l; inside l only
-what the component changes is computed again; the layers above run on copies of the prompts, many components side by
-side, and the last layer at last positions only. Optimal constants train through the same passes. What is computed for
-the components of one layer under one ablation is a run of its own, so that killed work goes on with the next layer.
+The clean stream is computed once up to the component's layer; there only what the component changes is computed again;
+the layers above run on copies of the prompts, many components side by side, and the last one at last positions only.
+Optimal constants train through the same passes. One layer under one ablation is a run, so killed work goes on from there.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from timeit import timeit
 from typing import Any
 
 import pandas as pd
@@ -23,15 +23,13 @@ from oa_utils.models import Model
 from oa_utils.tasks import Task
 
 VERSION = 1
-METRICS = ("kl", "label", "logit_diff")
-PARTS = ("train", "test")
-MATTERS = {"optimal": ("steps", "lr", "batch", "check", "tol"), "resample": ("draws",), "noise": ("draws", "noise")}
-STARTS = ("mean", "zero", "cf_mean", "shared")
+METRICS, PARTS, STARTS = ("kl", "label", "logit_diff"), ("train", "test"), ("mean", "zero", "cf_mean", "shared")
+MATTERS = {"resample": ["draws"], "noise": ["draws", "noise"], "optimal": "steps lr batch check tol starts".split()}
+COLUMNS = ("component", "layer", "kind", "ablation", "family", "gap", "se", "n")
 DEFAULT = ("zero", "mean", "resample", "optimal")
 GROUP = 32  # components of one layer that train side by side and are stored together
 NOISE = 1e-7  # nats: a smaller gain is rounding
 CUTS = 2  # so many times a constant that gains nothing goes on from its best with a third of the step, then it is done
-Values = dict[tuple[str, str, str], Float[Tensor, " n"]]  # by (component, ablation, family)
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,12 @@ class Job:
     options: dict[str, Any]
 
 
-def fit(
-    candidates: Sequence[Sequence[Tensor]], scales: Sequence[float], passes: Callable, n: int, settings: ComponentSettings
-) -> tuple[list[Tensor], list[list[tuple[int, float]]], list[int]]:
+def fit(candidates: Sequence[Sequence[Tensor]], scales: Sequence[float], passes: Callable, n: int,
+        settings: ComponentSettings) -> tuple[list[Tensor], list[list[tuple[int, float]]], list[int]]:  # fmt: skip
     """Constants with the least mean loss over n train prompts, many side by side, each on its own; curves; starts.
-
     Each starts from the best of its candidates. `passes(constants, which, rows)` yields the losses of constants `which`
-    on prompts `rows` (None: all) as (slice of which, rows, [constant row]). What comes back is the best that any look at
-    the whole train part saw, so it is no worse than any candidate.
-    """
+    on prompts `rows` (None: all) as (slice of which, rows, [constant row]). The best that any look at the whole train
+    part saw is kept, so no candidate is better."""
     look = torch.no_grad()(lambda constants, which: collect(passes(constants, which, None), len(which), n))
     active, rng = list(range(len(scales))), runs.generator(settings.seed)
     tried = torch.stack([look(constants, active) for constants in candidates])  # [candidate constant n]
@@ -109,21 +104,18 @@ def collect(passes: Iterator[tuple[slice, Tensor, Tensor]], sites: int, n: int) 
     return values
 
 
-def score(
-    metric: str, full: Float[Tensor, "b vocab"], logp: Float[Tensor, "site b vocab"], right: Tensor, wrong: Tensor
-) -> Float[Tensor, "site b"]:
+def score(metric: str, full: Float[Tensor, "b vocab"], logp: Float[Tensor, "site b vocab"], right: Int[Tensor, "b k"],
+          wrong: Int[Tensor, "b j"]) -> Float[Tensor, "site b"]:  # fmt: skip
     """How far the ablated prediction is from the full one: KL, or what the right answers lose (to the wrong ones)."""
     if metric == "kl":
         return stats.kl(full, logp)
+
+    def log_mass(logp, ids):  # of the probability of each row's ids together; −1 pads
+        picked = logp.gather(-1, ids.to(logp.device).clamp(min=0).expand(*logp.shape[:-1], -1))
+        return picked.masked_fill(ids.to(logp.device) < 0, -torch.inf).logsumexp(-1)
+
     lost = log_mass(full, right) - log_mass(logp, right)
     return lost if metric == "label" else lost - log_mass(full, wrong) + log_mass(logp, wrong)
-
-
-def log_mass(logp: Float[Tensor, "*site b vocab"], ids: Int[Tensor, "b k"]) -> Float[Tensor, "*site b"]:
-    """Logarithm of the probability of each row's ids together; −1 pads."""
-    ids = ids.to(logp.device)
-    picked = logp.gather(-1, ids.clamp(min=0).expand(*logp.shape[:-1], -1))
-    return picked.masked_fill(ids < 0, -torch.inf).logsumexp(-1)
 
 
 class Bench:
@@ -131,10 +123,11 @@ class Bench:
 
     def __init__(self, model, task, components, ablations, families, metric, part, settings, store):
         self.model, self.task, self.metric, self.part, self.store = model, task, metric, part, store
-        self.settings, self.streams, self.fulls, self.done = settings or ComponentSettings(), {}, {}, {}
+        self.settings = settings or ComponentSettings()
         components = ab.all_components(model) if components is None else components
-        components = [components] if isinstance(components, str | Subspace) else list(components)
-        self.ablations, self.families = ([x] if isinstance(x, str) else list(x) for x in (ablations, families))
+        components, self.ablations, self.families = (
+            [x] if isinstance(x, str | Subspace) else list(x) for x in (components, ablations, families)
+        )
         known = {"ablation": (self.ablations, ABLATIONS), "family": (self.families, FAMILIES), "part": ([part], PARTS),
                  "metric": ([metric], METRICS), "start": (self.settings.starts, STARTS)}  # fmt: skip
         for label, (given, there) in known.items():
@@ -144,6 +137,8 @@ class Bench:
         if not self.sites or len({site.name for site in self.sites}) < len(self.sites):
             raise ValueError("no components, or one of them twice; all_components(model) names every head and MLP")
         self.tasks = {"train": task.train, "test": task.test}
+        self.full = cache(lambda part: self.tasks[part].log_probs(model))  # [n vocab]
+        self.stream, self.run = cache(self._stream), cache(self._run)
         asked = {*self.ablations, *(self.settings.starts if "optimal" in self.ablations else ())}
         if asked & {"counterfactual", "cf_mean"}:
             task.need_counterfactual()
@@ -153,30 +148,21 @@ class Bench:
         if not all((ids >= 0).any(-1).all() for ids in needed):
             raise ValueError(f"metric '{metric}' needs answers that task '{task.name}' does not name for every prompt")
 
-    def groups(self) -> list[list[Site]]:
+    def groups(self) -> list[tuple[Site, ...]]:
         """Components of one layer, at most GROUP together, layers upwards; `tok` is on its own: it changes an input."""
-        layers: dict[tuple, list[Site]] = {}
+        layers = {(site.layer, site.stage != "pre"): [] for site in self.sites}
         for site in sorted(self.sites, key=lambda site: site.stage):  # mid before post
-            layers.setdefault((site.layer, site.stage != "pre"), []).append(site)
-        return [layers[key][i : i + GROUP] for key in sorted(layers) for i in range(0, len(layers[key]), GROUP)]
+            layers[site.layer, site.stage != "pre"].append(site)
+        return [tuple(x[i : i + GROUP]) for _, x in sorted(layers.items()) for i in range(0, len(x), GROUP)]
 
-    def stream(self, part: str, what: str | int = "own") -> Stream:
+    def _stream(self, part: str, what: str | int = "own") -> Stream:
         """A part's prompts, their counterfactuals (`cf`), or their partners in the derangement of a seed."""
-        if (part, what) not in self.streams:
-            task = self.tasks[part]
-            make = {"own": lambda: task.tokens, "cf": task.need_counterfactual}
-            tokens = make.get(what, lambda: task.resampled(task.partners(what)))()
-            self.streams[part, what] = Stream(self.model, tokens, task.last)
-        return self.streams[part, what]
+        task = self.tasks[part]
+        tokens = {"own": lambda: task.tokens, "cf": task.need_counterfactual}
+        return Stream(self.model, tokens.get(what, lambda: task.resampled(task.partners(what)))(), task.last)
 
-    def full(self, part: str) -> Float[Tensor, "n vocab"]:
-        if part not in self.fulls:
-            self.fulls[part] = self.tasks[part].log_probs(self.model)
-        return self.fulls[part]
-
-    def passes(
-        self, part: str, sites: Sequence[Site], fill: Fill, metric: str, rows: Int[Tensor, " k"] | None = None
-    ) -> Iterator[tuple[slice, Int[Tensor, " b"], Float[Tensor, "site b"]]]:
+    def passes(self, part: str, sites: Sequence[Site], fill: Fill, metric: str, rows: Int[Tensor, " k"] | None = None
+               ) -> Iterator[tuple[slice, Int[Tensor, " b"], Float[Tensor, "site b"]]]:  # fmt: skip
         """(sites, rows, how far the ablated model is from the full one), pass by pass, as much at once as is good."""
         stream, layer, model, task = self.stream(part), sites[0].layer, self.model, self.tasks[part]
         copies = stream.chunk
@@ -208,9 +194,8 @@ class Bench:
         if ablation in ("resample", "counterfactual"):
             return [ab.activations(self.stream(part, x)) for x in (seeds if ablation == "resample" else ["cf"])]
         if ablation == "noise":
-            found, shape = ab.stream_means(self.stream("train"), sites), tuple(self.tasks[part].tokens.shape)
-            std = {name: means.std for name, means in found.items()}
-            return [ab.noise(std, self.settings.noise, shape, seed) for seed in seeds]
+            std = {name: means.std for name, means in ab.stream_means(self.stream("train"), sites).items()}
+            return [ab.noise(std, self.settings.noise, self.tasks[part].tokens.shape, seed) for seed in seeds]
         return [ab.constants(self.table(ablation, family, sites))]
 
     def train(self, sites: Sequence[Site], family: str, metric: str, starts: Sequence[str]) -> tuple[dict, dict]:
@@ -229,12 +214,11 @@ class Bench:
         about = [{"start": starts[i], "curve": curve} for i, curve in zip(start, curves, strict=True)]
         return dict(zip(names, about, strict=True)), dict(zip(names, best, strict=True))
 
-    def run(self, sites: Sequence[Site], ablation: str, family: str, part: str) -> tuple[dict, dict[str, Tensor]]:
+    def _run(self, sites: tuple[Site, ...], ablation: str, family: str, part: str) -> tuple[dict, dict[str, Tensor]]:
         """Numbers and tensors of one run: a group's `constants`, or its values on a part."""
         starts = [x for x in self.settings.starts if x != "shared"]
         starts += ["shared"] * (family == "position" and "shared" in (*self.settings.starts, *self.families))
-        options = {name: getattr(self.settings, name) for name in MATTERS.get(ablation, ())}
-        options |= {"starts": starts} if ablation == "optimal" else {}
+        options = {x: starts if x == "starts" else getattr(self.settings, x) for x in MATTERS.get(ablation, ())}
         metric = "kl" if part == "constants" and self.metric != "label" else self.metric
         job = Job(tuple(site.name for site in sites), ablation, family, part, metric, self.settings.seed, options)
 
@@ -245,26 +229,23 @@ class Bench:
             passes = [self.passes(part, sites, f, metric) for f in self.fills(ablation, family, part, sites)]
             with torch.no_grad():
                 values = torch.stack([collect(p, len(sites), len(self.tasks[part])) for p in passes]).mean(0)
-            gaps = [stats.mean_se(each) for each in values]
-            rows = [{"component": x.name, "layer": x.layer, "kind": x.kind, "ablation": ablation, "family": family,
-                     "gap": gap, "se": se, "n": values.shape[1]} for x, (gap, se) in zip(sites, gaps, strict=True)]  # fmt: skip
-            return {"rows": rows}, {"values": values}
+            about = [(x.name, x.layer, x.kind, ablation, family) for x in sites]
+            rows = [(*x, *stats.mean_se(each), len(each)) for x, each in zip(about, values, strict=True)]
+            return {"rows": [dict(zip(COLUMNS, row, strict=True)) for row in rows]}, {"values": values}
 
-        if (where := (job.components, ablation, family, part)) not in self.done:
-            experiment = "component_constants" if part == "constants" else "single_components"
-            key = "_".join(filter(None, [ablation, family, metric, part, f"layer={sites[0].layer}"]))
-            about = {"model": self.model, "task": self.task, "version": VERSION, "key": key}
-            done = runs.run(experiment, job, compute, **about) if self.store else compute()
-            self.done[where] = (done.numbers, done.tensors) if self.store else done
-        return self.done[where]
+        if not self.store:
+            return compute()
+        experiment = "component_constants" if part == "constants" else "single_components"
+        key = "_".join(filter(None, [ablation, family, metric, part, f"layer={sites[0].layer}"]))
+        done = runs.run(experiment, job, compute, model=self.model, task=self.task, version=VERSION, key=key)
+        return done.numbers, done.tensors
 
     def announce(self) -> None:
         """Once, before the first thing that is not stored: what all of it costs at most, from one clean forward."""
-        if self.fulls:
+        if self.full.cache_info().currsize:
             return
-        s, n, began = self.settings, len(self.tasks[self.part]), time.perf_counter()
-        self.full(self.part)
-        second, train = (time.perf_counter() - began) / n, len(self.tasks["train"])
+        s, n, train = self.settings, len(self.tasks[self.part]), len(self.tasks["train"])
+        second = timeit(lambda: self.full(self.part), number=1) / n
         draws = {"resample": s.draws, "noise": s.draws, **dict.fromkeys(WITH_FAMILY, len(self.families))}
         step = (2 * (s.batch or train) + train / s.check) * len(self.families) * ("optimal" in self.ablations)
         each = sum(draws.get(ablation, 1) for ablation in self.ablations) * n + s.steps * step
@@ -287,13 +268,12 @@ def component_values(
     model: Model, task: Task, components: Sequence[str | Subspace] | None = None, ablations: Sequence[str] = DEFAULT,
     families: Sequence[str] = ("position",), metric: str = "kl", part: str = "test",
     settings: ComponentSettings | None = None, store: bool = True,
-) -> Values:  # fmt: skip
+) -> dict[tuple[str, str, str], Float[Tensor, " n"]]:  # fmt: skip
     """The gap of each prompt of a part, by (component, ablation, family); family is "" where an ablation has none.
 
-    No components: every head and MLP. Constants always come from the train part; where both families are asked for,
-    those of the position family start from the shared ones too. The label metric has an optimum of its own; the logit
-    difference has none (it could grow without end), so there the optimal constants are those of the KL.
-    """
+    No components: every head and MLP. Constants come from the train part; with both families, those of `position` start
+    from the shared ones too. The label metric has an optimum of its own; the logit difference has none (it could grow
+    without end), so there the optimal constants are those of the KL."""
     bench = Bench(model, task, components, ablations, families, metric, part, settings, store)
     return {key: values for key, (_, values) in bench.answer().items()}
 
@@ -307,10 +287,7 @@ def component_gaps(model, task, components=None, ablations=DEFAULT, families=("p
 
 def train_constants(model, task, components=None, family="position", metric="kl", settings=None, store=True):
     """Optimal constants by component, [P, dim] or [1, dim], and how each was found: {start, curve of (step, gap)}.
-
-    Those that `component_gaps` trained for the same components are loaded; if it was asked for both families, put
-    "shared" among the settings' starts.
-    """
+    What `component_gaps` trained is loaded; if it had both families, put "shared" among the settings' starts."""
     bench, constants, found = Bench(model, task, components, "optimal", family, metric, "train", settings, store), {}, {}
     for group in runs.progress(bench.groups(), desc=f"{len(bench.sites)} constants"):
         numbers, tensors = bench.run(group, "optimal", family, "constants")

@@ -122,10 +122,13 @@ class Stream:
         self.token = self.values.new_empty(0)
 
     def open(self) -> Stream:
-        """From here on constants get gradients, if they ask for them."""
-        if self.fill.each is not None and self.fill.each.requires_grad and torch.is_grad_enabled():
-            self.fill_grads = torch.zeros_like(self.fill.each)
-            self.token = _Open.apply(self.fill.each, self)
+        """The start of the chain of tokens, so the end of backward."""
+        each = self.fill.each
+        if each is not None and each.requires_grad and torch.is_grad_enabled():
+            self.fill_grads = torch.zeros_like(each)
+        else:
+            each = self.token.requires_grad_(torch.is_grad_enabled())
+        self.token = _Open.apply(each, self)
         return self
 
     def at(self, position: Int[Tensor, " batch"]) -> Stream:
@@ -175,7 +178,7 @@ class Stream:
 
 
 class _Open(torch.autograd.Function):
-    """Where the gradients of all constants come out in the end."""
+    """Where the gradients of all constants come out in the end, and the buffers go."""
 
     @staticmethod
     def forward(ctx, each, stream):
@@ -184,8 +187,9 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _):
-        return ctx.stream.fill_grads, None
+    def backward(ctx, token):
+        ctx.stream.values = ctx.stream.grads = None
+        return token if ctx.stream.fill_grads is None else ctx.stream.fill_grads, None
 
 
 class _At(torch.autograd.Function):
@@ -249,6 +253,8 @@ class _Read(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, grad_x):
+        if ctx.x is None:
+            raise RuntimeError("a masked forward allows one backward, which uses up its buffers: run it again for another")
         mask, stream, x, n = ctx.mask, ctx.stream, ctx.x, len(ctx.weight)
         inputs, grad_y = x[:n].flatten(1, 2), grad_y.flatten(1, 2)
         along = (grad_y * ctx.y).sum(-1, keepdim=True) * ctx.scale.square() / x.shape[-1]
@@ -269,5 +275,5 @@ class _Read(torch.autograd.Function):
             grads.flatten(2).transpose(0, 1).baddbmm_(kept.mT, by_example)
         if stream.fill_grads is not None:
             stream.add_fill_gradient(mask, x, ctx.first)
-        ctx.x = None
+        ctx.x = ctx.y = None
         return grad_y.new_zeros(0), grad_mask, None, None, None

@@ -72,8 +72,8 @@ def claims(test: pd.DataFrame, train: pd.DataFrame, source: str = "", n: int = 1
     cell = lambda name, a: found[(found.statistic == name) & (found.ablation == a)].iloc[0]  # noqa: E731
     made: list[Claim] = []
 
-    def add(id: str, text: str, holds: bool, paper: float, value: float, low: float | None = None, high: float | None = None):
-        made.append(Claim(f"single.{id}", text, paper, value, low, high, bool(holds), source=source))
+    def add(id: str, text: str, holds: bool, paper: float, value: float, low=None, high=None, note: str = ""):
+        made.append(Claim(f"single.{id}", text, paper, value, low, high, bool(holds), source=source, note=note))
 
     for name, word in (("rank", "rank"), ("loglog", "log-log")):
         best = lead(test, name)
@@ -81,7 +81,8 @@ def claims(test: pd.DataFrame, train: pd.DataFrame, source: str = "", n: int = 1
         here = best(test.to_numpy())
         text = f"of all total ablations, OA has the highest {word} correlation with CF; its lead over the next"
         paper = PAPER[name]["optimal"] - max(PAPER[name][a] for a in TOTAL)
-        add(f"{name}.lead", text, here > 0, paper, here, low, high)
+        note = "its interval has 0 in it" if low <= 0 <= high else ""
+        add(f"{name}.lead", text, here > 0, paper, here, low, high, note)
     for a in TOTAL:
         row = cell("median_ratio", a)
         text = f"Δ_opt is only a part (read: under half) of Δ_{a} for the median component"

@@ -29,7 +29,8 @@ from oa_utils.texts import contexts, subject_span
 
 VERSION = 1
 CHOICES = {"kind": ("mlp", "attn"), "position": ("last", "last_subject", "subject"), "method": ("gnt", "oat")}
-PASS = 2048  # columns of all copies in one pass
+TRAINING = ("steps", "lr", "batch", "check", "tol", "seed")
+PASS = 512  # columns of all copies in one pass on a CPU: small, so that prompts in it are of one length
 NOISE = 1e-6  # a smaller loss of probability is rounding: nothing was corrupted
 Past = list[tuple[Tensor, Tensor]]  # keys and values of each layer, [b head pos d_head]
 Clean = tuple[Past, list[Tensor], Tensor, Tensor]  # past, restored sites [b col d] by layer, p and id of the top token
@@ -39,10 +40,10 @@ Clean = tuple[Past, list[Tensor], Tensor, Tensor]  # past, restored sites [b col
 class TraceSettings:
     draws: int = 5  # of noise, averaged for each prompt
     noise: float = 3.0  # its standard deviation, in units of each coordinate's spread
-    steps: int = 200  # at most so many steps of Adam for the constants of a setting
-    lr: float = 0.1  # Adam's first step, in units of the spread of subject embeddings (RMS over coordinates)
+    steps: int = 150  # at most so many steps of Adam for the constants of a setting
+    lr: float = 0.05  # Adam's first step, in units of the spread of subject embeddings (RMS over coordinates)
     batch: int = 16  # train facts in a step; 0 takes all
-    check: int = 20  # steps between two looks at the whole train part, where the best constants so far are kept
+    check: int = 25  # steps between two looks at the whole train part, where the best constants so far are kept
     tol: float = 0.01  # a look that gains less than this share, and less than its standard error, cuts the step
     same_constant: bool = False  # the unpatched copy takes each layer's own constant
     seed: int = 0
@@ -50,7 +51,7 @@ class TraceSettings:
 
 @dataclass(frozen=True)
 class Job(TraceSettings):
-    """What a stored run depends on besides model and facts; settings that do not touch it are the same for all."""
+    """What a stored run depends on besides model and facts; settings that do not touch it stay at their defaults."""
 
     kind: str = ""
     position: str = "last"
@@ -84,10 +85,6 @@ def walk(model: Model, x: Float[Tensor, "copies*b col d"], at: Int[Tensor, "b co
     return x[:, 0]
 
 
-def pick(x: Float[Tensor, "b pos d"], at: Int[Tensor, "b col"]) -> Float[Tensor, "b col d"]:
-    return x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
-
-
 class Prompts:
     """Facts with subject spans, and what the clean model computes on them: once, where memory allows."""
 
@@ -97,9 +94,10 @@ class Prompts:
         self.span = (self.last - self.subject[:, 0] + 1).cpu()  # columns that the subject reaches
         cells = model.n_layers * (model.d_model + 2 * model.n_heads * model.d_head) + 8 * model.d_mlp
         fits = runs.micro_batch(self.n, 4 * cells * self.tokens.shape[1] + 12 * model.d_vocab) == self.n
-        self.kept, began = None, time.perf_counter()
-        self.kept = self.clean(torch.arange(self.n)) if fits else None
-        self.seconds = (time.perf_counter() - began) / self.n  # of one prompt's clean run
+        self.kept, rows, began = None, torch.arange(self.n if fits else min(8, self.n)), time.perf_counter()
+        found = self.clean(rows)
+        self.seconds = (time.perf_counter() - began) / len(rows)  # of one prompt's clean run
+        self.kept = found if fits else None
 
     def columns(self, rows: Int[Tensor, " b"], width: int) -> tuple[Int[Tensor, "b col"], dict[str, Bool[Tensor, "b col"]]]:
         """Positions of the last `width` columns of each prompt (a short one repeats its BOS), and which are which."""
@@ -121,7 +119,8 @@ class Prompts:
         (at, _), heads = self.columns(rows, width), model.layers[0].heads(model.embed(self.tokens[:1, :1]), "k").shape[1]
         none = torch.zeros(len(rows), heads, width, model.d_head, dtype=model.dtype, device=model.device)
         keep = lambda site, layer, value: sites.append(value) or value if site == self.kind else value  # noqa: E731
-        x = walk(model, pick(model.embed(self.tokens[rows]), at), at, [(none, none)] * model.n_layers, keep, past)
+        x = model.embed(self.tokens[rows]).take_along_dim(at[..., None], 1)
+        x = walk(model, x, at, [(none, none)] * model.n_layers, keep, past)
         return past, sites, *model.log_probs(x).exp().max(-1)
 
     def noise(self, rows: Int[Tensor, " b"], draws: Sequence[int], std: Float[Tensor, " d"], seed: int) -> Tensor:
@@ -147,10 +146,11 @@ class Prompts:
         One change for all copies: each leaves the first one, which restores nothing, where its window begins (in order).
         """
         model, b, (past, sites, p_clean, target) = self.model, len(rows), self.clean(rows)
-        (at, which), shared, only_last = self.columns(rows, change.shape[2]), len(change) < len(windows), where == "last"
-        x = (pick(model.embed(self.tokens[rows]), at) + change * which["subject"][..., None]).flatten(0, 1)
-        where = which[where][None] if isinstance(where, str) else where
-        if shared and only_last:  # all other columns are those of the first copy
+        (at, which), shared = self.columns(rows, change.shape[2]), len(change) < len(windows)
+        x = model.embed(self.tokens[rows]).take_along_dim(at[..., None], 1) + change * which["subject"][..., None]
+        x, named = x.flatten(0, 1), where if isinstance(where, str) else None
+        where = which[named][None] if named else where
+        if shared and named == "last":  # all other columns are those of the first copy
             walk(model, x, at, past, record=(corrupted := []))
             x, at, where, past = x[:, -1:], at[:, -1:], where[..., -1:], corrupted
 
@@ -168,7 +168,8 @@ class Prompts:
 
     def passes(self, change: Callable[[Tensor], Tensor], windows: Sequence[range], where: str, rows: Tensor | None = None):
         """(copies, rows, p), of all prompts or some, as many at once as a pass takes; short subjects' reaches first."""
-        rows, limit, model = torch.arange(self.n) if rows is None else rows, PASS, self.model
+        rows, model = torch.arange(self.n) if rows is None else rows, self.model
+        limit = PASS if model.device.type == "cpu" else 64 * PASS
         if torch.is_grad_enabled():  # bytes that a column keeps for the backward pass
             limit = runs.micro_batch(limit, 4 * model.n_layers * (14 * model.d_model + 4 * model.d_mlp))
         size = max(1, limit // (len(windows) * int(self.span[rows].max())))
@@ -209,6 +210,18 @@ def aie(w: Float[Tensor, " n"], z: Float[Tensor, " n"]) -> dict[str, float]:
     return {"aie": max(0.0, 1 - ratio), "se": se}
 
 
+def unpatched(model: Model, facts: Task, job: Job) -> Float[Tensor, " d"]:
+    """The constant that loses least when nothing is restored: the same in every setting, so trained once."""
+
+    def compute(_):
+        train = Prompts(model, facts.train, "")
+        [best], [curve], _ = train.train([range(0)], "last", [train.subjects().mean(0)], job)
+        return {"loss": min(curve, key=lambda look: look[1])[1], "curve": curve}, {"constant": best}
+
+    own, about = Job(**{name: getattr(job, name) for name in TRAINING}), {"model": model, "task": facts, "version": VERSION}
+    return runs.run("tracing_constant", own, compute, key="unpatched", **about).tensors["constant"].to(model.device)
+
+
 def setting(model: Model, facts: Task, job: Job, sigma: Float[Tensor, " d"] | None) -> tuple[dict, dict[str, Tensor]]:
     """One setting: a row for each layer, and every test fact's W and Z [layer n]; OAT: its constants and their curves."""
     test, windows = Prompts(model, facts.test, job.kind), [window_of(i, job.window, model.n_layers) for i in job.layers]
@@ -218,14 +231,12 @@ def setting(model: Model, facts: Task, job: Job, sigma: Float[Tensor, " d"] | No
         noise = [lambda rows, i=i: test.noise(rows, [i] * len(rows), std, job.seed) for i in range(job.draws)]
         p = torch.stack([test.measure(draw, [none, *windows], job.position) for draw in noise])  # [draw copy n]
     else:
-        train = Prompts(model, facts.train, job.kind)
-        start, copies = train.subjects().mean(0), [none, *windows]
-        [base], [curve], _ = train.train([none], "last", [start], job)  # what loses least when nothing is restored
-        best, curves, starts = train.train(windows, job.position, [start, base], job)
-        p = test.measure(lambda rows: test.constant(rows, [base, *best]), copies, job.position)[None]
+        train, base = Prompts(model, facts.train, job.kind), unpatched(model, facts, job)
+        best, curves, starts = train.train(windows, job.position, [train.subjects().mean(0), base], job)
+        p = test.measure(lambda rows: test.constant(rows, [base, *best]), [none, *windows], job.position)[None]
         if job.same_constant:
             same = test.measure(lambda rows: test.constant(rows, best), [none] * len(best), "last")[None, 1:]
-        about = {"curves": curves, "curve": curve, "starts": [("mean", "unpatched")[i] for i in starts]}
+        about = {"curves": curves, "starts": [("mean", "unpatched")[i] for i in starts]}
         tensors = {"constants": torch.stack(best), "unpatched": base}
     clean, corrupted, patched = p[:, :1], same if job.same_constant else p[:, 1:2], p[:, 2:]
     w, z = (clean - patched).clamp(min=0).mean(0), (clean - corrupted).mean(0).expand(len(windows), -1)
@@ -260,10 +271,10 @@ def trace_runs(model: Model, facts: Task, kind="mlp", position="last", window=5,
     check(model, facts, asked, layers)
     sigma = spread(model) if sigma is None and "gnt" in asked["method"] else sigma
     for values in runs.progress(list(product(*asked.values())), desc="tracing"):
-        job = Job(**dict(zip(asked, values, strict=True)), layers=layers, **vars(replace(s, draws=0, noise=0.0)))
+        job, own = Job(**dict(zip(asked, values, strict=True)), layers=layers), [*TRAINING, "same_constant"]
         if job.method == "gnt":
-            unit = runs.sha256(sigma.float().cpu().numpy().tobytes())[:16]
-            job = replace(job, **vars(TraceSettings(draws=s.draws, noise=s.noise, seed=s.seed)), sigma=unit)
+            job, own = replace(job, sigma=runs.sha256(sigma.float().cpu().numpy().tobytes())[:16]), ["draws", "noise", "seed"]
+        job = replace(job, **{name: getattr(s, name) for name in own})
         about = {"model": model, "task": facts, "version": VERSION, "key": "{}_{}_w{}_{}".format(*values)}
         done.append(runs.run("causal_tracing", job, lambda _, job=job: setting(model, facts, job, sigma), **about))
     return done
@@ -281,10 +292,8 @@ def trace(*args, **kwargs) -> pd.DataFrame:
 def concentration(values: Sequence[float]) -> tuple[float, float]:
     """Share of all AIE that the top ⌈10 %⌉ of layers have, and the entropy of AIE over layers (1: spread evenly)."""
     values = np.sort(stats.array(values))[::-1]
-    if not values.sum() > 0:
-        return float("nan"), float("nan")
-    share, top = values / values.sum(), math.ceil(len(values) / 10)
-    return float(share[:top].sum()), float(scipy.stats.entropy(share) / math.log(max(len(share), 2)))
+    share = values / (values.sum() or np.nan)  # without any AIE both are unknown
+    return float(share[: math.ceil(len(share) / 10)].sum()), float(scipy.stats.entropy(share) / math.log(max(len(share), 2)))
 
 
 @torch.no_grad()
@@ -301,7 +310,9 @@ def trace_prompt(model: Model, prompt: str | Task, subject: str = "", kind="resi
         blank, span = torch.full((1, 1), -1), torch.tensor([subject_span(model, prompt, subject)])
         prompt = Task("prompt", *model.pad([model.encode(prompt)]), blank, blank, blank[0] > 0, (prompt,), subject=span)
     check(model, prompt, {"kind": [kind] * (kind != "resid"), "window": [window]}, layers)
-    prompts, rows = Prompts(model, prompt[:1], kind), torch.zeros(1 if constant is not None else s.draws, dtype=torch.int64)
+    if len(prompt) > 1:
+        raise ValueError(f"one fact at a time, as facts[[0]]: the task has {len(prompt)}")
+    prompts, rows = Prompts(model, prompt, kind), torch.zeros(1 if constant is not None else s.draws, dtype=torch.int64)
     if constant is None:
         std = s.noise * (spread(model) if sigma is None else sigma).to(model.device, model.dtype)
     change = prompts.noise(rows, range(s.draws), std, s.seed) if constant is None else prompts.constant(rows, [constant])

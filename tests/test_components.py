@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ QUICK = ComponentSettings(steps=30, batch=0, check=10)
 EVERY = ["a1.h2", "m1", "a1", "m1.n17", "tok", "a0.h1", "m0", "a2.h3", "m2", "a2", "m2.n19"]
 
 
+@cache
 def random_model(family: str) -> models.Model:
     tokenizer = tiny.make_tokenizer()
     size, ids = len(tokenizer), {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.bos_token_id}

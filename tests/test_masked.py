@@ -431,6 +431,14 @@ def test_two_forwards_before_their_backwards_do_not_disturb_each_other(masked):
         assert_close(mask.grad, want, 1e-6)
 
 
+def test_a_second_backward_is_refused(models):
+    (tokens, last), (mask,) = prompts(), leaves(random_mask(models["gpt2"]))
+    loss = some_loss(models["gpt2"](tokens, last, mask, constants()))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward"):
+        loss.backward()
+
+
 # ---- skipping what is dead
 
 

@@ -372,5 +372,7 @@ def test_facts_that_cannot_be_traced_say_why(models, task):
         trace(model, replace(task, subject=bad), window=1)
     with pytest.raises(ValueError, match="no test prompts"):
         trace(model, replace(task, in_train=torch.ones(N, dtype=torch.bool)), window=1)
+    with pytest.raises(ValueError, match="one fact at a time"):
+        trace_prompt(model, task)
     with pytest.raises(ValueError, match="no subject spans"):
         trace_prompt(model, replace(task[[0]], subject=None))

@@ -159,8 +159,8 @@ def stored(method: str, masked: MaskedModel, task: Task, settings: Any, compute:
     done = runs.run(f"search_{method}", settings, compute, model=masked.model, task=task, version=version, key=key)
     mask = torch.zeros(len(masked.graph), dtype=torch.bool)
     mask[done.numbers["edges"]] = True
-    history = done.numbers["history"] | {"seconds": done.seconds} | {k: v.tolist() for k, v in done.tensors.items() if k == "theta"}
-    return as_circuit(masked, mask, method, settings, history)
+    theta = {k: v.tolist() for k, v in done.tensors.items() if k == "theta"}
+    return as_circuit(masked, mask, method, settings, done.numbers["history"] | theta | {"seconds": done.seconds})
 
 
 def edges_of(graph: Graph, mask: Tensor) -> dict:

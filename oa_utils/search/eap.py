@@ -13,16 +13,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from oa_utils import runs, stats
+from oa_utils import runs
 from oa_utils.circuits import Circuit
-from oa_utils.components import log_mass
+from oa_utils.components import score
 from oa_utils.fills import Constants
 from oa_utils.masked import MaskedModel
 from oa_utils.search.common import as_circuit, batch, check, chunks, fill_for, refuse_optimal, top_edges
 from oa_utils.tasks import Task
 
 VERSION = 1
-PATHS = ("inputs", "masks")
+PATHS = {"inputs": "logit_diff", "masks": "kl"}  # and the metric on each
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,8 @@ class Scores:
         """Sum over prompts of the metric's gradient by every α."""
         mask, part = mask[None].requires_grad_(), self.part[rows]
         logp = self.masked(*batch(self.part, rows), mask, fill)
-        if self.settings.path == "masks":
-            metric = -stats.kl(self.full[rows], logp)
-        else:
-            metric = log_mass(logp, part.right) - log_mass(logp, part.wrong)
-        return torch.autograd.grad(metric.sum(), mask)[0][0].cpu()
+        lost = score(PATHS[self.settings.path], self.full[rows], logp, part.right, part.wrong)
+        return -torch.autograd.grad(lost.sum(), mask)[0][0].cpu()
 
     def masks(self, rows: Tensor, fill) -> Float[Tensor, " n_edges"]:
         """Summed over midpoints of the path, so that the mean adds up over edges to what the whole path changes."""

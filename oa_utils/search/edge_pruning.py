@@ -25,6 +25,7 @@ class EdgePruningSettings(Training):
     prompts: int = 32
     masks: int = 1
     lr: float = 0.8
+    lr_multipliers: float = 0.8  # for graphs of a few dozen edges less: each edge feels multiplier / n_edges of the graph
     clip: float = 1.0
     n_edges: int = 100
     temperature: float = 2 / 3
@@ -39,9 +40,9 @@ class Lagrangian(Sampler):
         self.parameters = {"log_alpha": start.requires_grad_(), "multipliers": torch.zeros(2, requires_grad=True)}
 
     def groups(self):
-        common = {"lr": self.settings.lr, "weight_decay": 0.01}
-        log_alpha, multipliers = self.parameters.values()
-        return [{"params": [log_alpha], **common}, {"params": [multipliers], "maximize": True, **common}]
+        (log_alpha, multipliers), s = self.parameters.values(), self.settings
+        raised = {"params": [multipliers], "lr": s.lr_multipliers, "maximize": True, "weight_decay": 0.01}
+        return [{"params": [log_alpha], "lr": s.lr, "weight_decay": 0.01}, raised]
 
     def draw(self, n, rng):
         return hard_concrete(self.parameters["log_alpha"], self.settings.temperature, uniform(1, self.units, rng))

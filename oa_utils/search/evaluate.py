@@ -11,14 +11,14 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from oa_utils import runs, stats
 from oa_utils.circuits import Circuit
 from oa_utils.fills import Constants
 from oa_utils.masked import MaskedModel
-from oa_utils.models import load_model
+from oa_utils.models import Model, load_model
 from oa_utils.search.acdc import acdc
 from oa_utils.search.common import batch, check, chunks, constants_for, fill_for, measure
 from oa_utils.search.eap import eap, eap_ig
@@ -30,7 +30,7 @@ from oa_utils.tasks import Task
 VERSION = 1
 METHODS = {"ugs": ugs, "hcgs": hcgs, "acdc": acdc, "eap": eap, "eap_ig": eap_ig, "edge_pruning": edge_pruning}
 BY_SIZE = ("eap", "eap_ig", "edge_pruning")  # take n_edges; the others take lam
-NOT_OPTIMAL = ("acdc", "eap", "eap_ig")  # under `optimal` the circuit found under `counterfactual` is taken
+NOT_OPTIMAL = ("acdc", "eap", "eap_ig")  # their circuits found under `counterfactual` are measured under `optimal`
 DRAWS = 2000  # random circuits tried at most
 
 
@@ -48,7 +48,7 @@ class GapSettings:
 class _Job:
     circuit: str
     ablation: str
-    options: dict[str, Any]
+    options: dict[str, Any]  # those settings that the ablation uses
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Gap:
     n: int
     each: Float[Tensor, " n"]
     constants: Constants | None = None  # those that `optimal` trained
-    curve: tuple[tuple[int, float], ...] = ()  # (step, gap of the train part) while they trained
+    curve: Sequence[Sequence[float]] = ()  # (step, gap of the train part) while they trained
 
     def __float__(self) -> float:
         return self.mean
@@ -70,28 +70,24 @@ class Gap:
 
 
 def train_constants(masked: MaskedModel, task: Task, mask: Tensor, settings: GapSettings) -> tuple[Constants, list]:
-    """Constants of one circuit, from the means, and the train part's gap at every look; no start is better than the end."""
-    part, rng = task.train, runs.generator(settings.seed)
-    full, alpha = part.log_probs(masked.model), mask.float()[None]
+    """The best constants for one circuit that any look at the train part saw, the means first, and the gap at each look."""
+    part, rng, s = task.train, runs.generator(settings.seed), settings
+    full, best, curve = part.log_probs(masked.model), None, []
     constants = Constants(*(x.clone().requires_grad_() for x in constants_for(masked, task, "optimal")))
-    optimiser = torch.optim.Adam(constants, lr=settings.lr)
-    best, curve = None, []
-    for step in range(settings.steps + 1):
-        if step % settings.check == 0 or step == settings.steps:
-            value = measure(masked, part, mask, lambda rows: constants, full).mean().item()
-            if best is None or value < best[0]:
-                best = value, Constants(*(x.detach().clone() for x in constants))
-            curve.append((step, value))
-        rows = torch.randperm(len(part), generator=rng)[: settings.batch]
-        optimiser.param_groups[0]["lr"] = settings.lr * (1 - 0.9 * step / max(1, settings.steps))
+    optimiser = torch.optim.Adam(constants, lr=s.lr)
+    for step in range(s.steps + 1):
+        if step % s.check == 0 or step == s.steps:
+            curve.append((step, measure(masked, part, mask, lambda rows: constants, full).mean().item()))
+            if best is None or curve[-1][1] <= min(value for _, value in curve):
+                best = Constants(*(x.detach().clone() for x in constants))
+        rows = torch.randperm(len(part), generator=rng)[: s.batch]
+        optimiser.param_groups[0]["lr"] = s.lr * (1 - 0.9 * step / max(1, s.steps))
         optimiser.zero_grad()
         for span in chunks(masked, len(rows), part.tokens.shape[1]):
-            logp = masked(*batch(part, rows[span]), alpha, constants, skip_dead=True)
+            logp = masked(*batch(part, rows[span]), mask.float()[None], constants, skip_dead=True)
             (stats.kl(full[rows[span]], logp).sum() / len(rows)).backward()
         optimiser.step()
-    if not best[0] < float("inf"):
-        raise RuntimeError("constants could not be trained: the gap is not finite already at the means")
-    return best[1], curve
+    return best, curve
 
 
 def gap(masked: MaskedModel, task: Task, circuit: Circuit, ablation: str = "counterfactual", **settings) -> Gap:
@@ -105,17 +101,17 @@ def gap(masked: MaskedModel, task: Task, circuit: Circuit, ablation: str = "coun
 
     def compute(_):
         test, constants, curve = task.test, None, []
-        full = test.log_probs(model)
         if ablation == "optimal":
             constants, curve = train_constants(masked, task, circuit.mask, own)
             fills = [lambda rows: constants]
         else:
             seeds = range(own.seed, own.seed + (own.draws if ablation == "resample" else 1))
             fills = [fill_for(masked, task, ablation, "test", seed) for seed in seeds]
+        full = test.log_probs(model)
         each = torch.stack([measure(masked, test, circuit.mask, fill, full) for fill in fills]).mean(0)
-        mean, se = stats.mean_se(each)
-        if not mean < float("inf"):
+        if not each.isfinite().all():
             raise RuntimeError(f"the gap of {circuit} under {ablation} is not finite")
+        mean, se = stats.mean_se(each)
         numbers = {"method": circuit.method, "n_edges": circuit.n_edges, "gap": mean, "se": se, "n": len(each), "curve": curve}
         return numbers, {"each": each, **(constants._asdict() if constants else {})}
 
@@ -125,8 +121,8 @@ def gap(masked: MaskedModel, task: Task, circuit: Circuit, ablation: str = "coun
     key = f"{circuit.method}_{circuit.n_edges}_{ablation}"
     done = runs.run("circuit_gaps", job, compute, model=model, task=task, version=VERSION, key=key)
     numbers, parts = done.numbers, [done.tensors[k] for k in Constants._fields if k in done.tensors]
-    curve = tuple((step, value) for step, value in numbers["curve"])
-    return Gap(numbers["gap"], numbers["se"], numbers["n"], done.tensors["each"], Constants(*parts) if parts else None, curve)
+    about = numbers["gap"], numbers["se"], numbers["n"], done.tensors["each"]
+    return Gap(*about, Constants(*parts) if parts else None, numbers["curve"])
 
 
 # ---- sweeps
@@ -137,31 +133,38 @@ def _load(name: str) -> MaskedModel:
     return MaskedModel(load_model(name))
 
 
+def _by_name(model: Model) -> bool:
+    """Whether a worker that loads this name gets this model."""
+    try:
+        return _load(model.name).model.fingerprint == model.fingerprint
+    except ValueError:
+        return False
+
+
 def _one(item: tuple, masked: MaskedModel | None, name: str, task: Task, options: Mapping, gap_settings: Mapping) -> dict:
-    """One circuit, found and measured: a row."""
-    method, ablation, value, seed = item
-    masked = masked or _load(name)
+    """One circuit, found and measured."""
+    (method, ablation, value, seed), masked = item, masked or _load(name)
     under = "counterfactual" if ablation == "optimal" and method in NOT_OPTIMAL else ablation
     aim = {"n_edges": int(value)} if method in BY_SIZE else {"lam": value}
     circuit = METHODS[method](masked, task, under, seed=seed, **aim, **options.get(method, {}))
     g = gap(masked, task, circuit, ablation, **gap_settings)
-    sizes = {"n_edges": circuit.n_edges, "n_heads": len(circuit.heads)}
-    about = {"method": method, "ablation": ablation, "searched": under, "seed": seed, "lam": None, **aim}
-    return {**about, "asked": value, **sizes, "gap": g.mean, "se": g.se, "n": g.n, "edges": circuit.mask.nonzero()[:, 0].tolist()}
+    row = {"method": method, "ablation": ablation, "searched": under, "seed": seed, "asked": value}
+    row |= {"n_edges": circuit.n_edges, "n_heads": len(circuit.heads), "gap": g.mean, "se": g.se, "n": g.n}
+    return row | {"edges": circuit.mask.nonzero()[:, 0].tolist()}
 
 
 def sweep(
-    masked: MaskedModel, task: Task, methods: Iterable[str], ablations: Iterable[str],
-    grid: Mapping[Any, Sequence[float]], seeds: Iterable[int] = (0,), options: Mapping[str, Mapping] | None = None, **gap_settings,
+    masked: MaskedModel, task: Task, methods: Iterable[str], ablations: Iterable[str], grid: Mapping[Any, Sequence[float]],
+    seeds: Iterable[int] = (0,), options: Mapping[str, Mapping] | None = None, **gap_settings,
 ) -> pd.DataFrame:  # fmt: skip
     """A row for each method, ablation, value and seed: the circuit found, and its gap under the same ablation.
 
     `grid` gives the values of λ, or of n_edges for eap, eap_ig and edge_pruning, by (method, ablation), by method, or by
-    `"lam"` and `"n_edges"`. `options` are settings by method. Runs that are stored are not repeated, so a sweep that was
+    `"lam"` and `"n_edges"`; `options` are settings by method. What is stored is not computed again, so a sweep that was
     killed goes on. Under `optimal`, ACDC and EAP take the circuit found under `counterfactual` (column `searched`).
     """
-    items = []
-    for method, ablation in product(methods, ablations):
+    items, seeds = [], list(seeds)
+    for method, ablation in product(methods, list(ablations)):
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}: there are {', '.join(METHODS)}")
         check(task, ablation)
@@ -169,22 +172,11 @@ def sweep(
         values = next((grid[key] for key in ((method, ablation), method, kind) if key in grid), None)
         if values is None:
             raise ValueError(f"grid has no values for {method}: give them under {(method, ablation)}, {method!r} or {kind!r}")
-        items += product([method], [ablation], values, list(seeds))
-    model = masked.model
-    here = partial(_one, name=model.name, task=task, options=options or {}, gap_settings=gap_settings)
-    if _by_name(model):
-        rows = runs.parallel(partial(here, masked=None), items, desc="circuits")
-    else:  # a model that lives in this process only
-        rows = [here(item, masked) for item in runs.progress(items, desc="circuits")]
-    return pd.DataFrame(rows)
-
-
-def _by_name(model) -> bool:
-    """Whether a worker that loads this name gets this model."""
-    try:
-        return _load(model.name).model.fingerprint == model.fingerprint
-    except ValueError:
-        return False
+        items += product([method], [ablation], values, seeds)
+    one = partial(_one, name=masked.model.name, task=task, options=options or {}, gap_settings=gap_settings)
+    if _by_name(masked.model):
+        return pd.DataFrame(runs.parallel(partial(one, masked=None), items, desc="circuits"))
+    return pd.DataFrame([one(item, masked) for item in runs.progress(items, desc="circuits")])  # it lives here only
 
 
 # ---- random circuits
@@ -193,24 +185,18 @@ def _by_name(model) -> bool:
 def random_circuits(masked: MaskedModel, size: int, n: int = 20, tolerance: float = 0.1, seed: int = 0) -> list[Circuit]:
     """Circuits of edges drawn independently with one probability, whose pruned size is within `tolerance` of `size`."""
     graph, rng = masked.graph, runs.generator(seed)
-    check_size = 1 <= size <= len(graph)
-    if not check_size or n < 1 or not tolerance >= 0:
+    if not 1 <= size <= len(graph) or n < 1 or not tolerance >= 0:
         raise ValueError(f"size must be from 1 to {len(graph)}, n from 1 on, tolerance from 0 on: got {size}, {n}, {tolerance}")
-
-    def pruned(p: float, u: Float[Tensor, "k n_edges"]) -> Bool[Tensor, "k n_edges"]:
-        return graph.prune_dangling(u < p)
-
     low, high, u = 0.0, 1.0, torch.rand(64, len(graph), generator=rng)
     for _ in range(20):  # the same draws for every p, so the size grows with p
-        middle = (low + high) / 2
-        low, high = (low, middle) if pruned(middle, u).sum(1).float().mean() > size else (middle, high)
+        p = (low + high) / 2
+        low, high = (low, p) if graph.prune_dangling(u < p).sum(1).float().mean() > size else (p, high)
     found, drawn = [], 0
     while len(found) < n and drawn < DRAWS:
-        masks = pruned(high, torch.rand(min(50, DRAWS - drawn), len(graph), generator=rng))
+        masks = graph.prune_dangling(torch.rand(min(50, DRAWS - drawn), len(graph), generator=rng) < high)
         drawn += len(masks)
         found += list(masks[(masks.sum(1) - size).abs() <= tolerance * size])
     if len(found) < n:
         warnings.warn(f"only {len(found)} of {drawn} random circuits had a size within {tolerance:.0%} of {size}", stacklevel=2)
-    about = {"size": size, "tolerance": tolerance, "p": high, "drawn": drawn}
-    own = masked.model.name, masked.model.fingerprint
+    about, own = {"tolerance": tolerance, "p": high, "drawn": drawn}, (masked.model.name, masked.model.fingerprint)
     return [Circuit(graph, mask, "random", None, about | {"i": i}, seed, {}, None, *own) for i, mask in enumerate(found[:n])]

@@ -28,7 +28,7 @@ def uniform(n: int, units: int, rng: torch.Generator) -> Float[Tensor, "n unit"]
     return torch.rand(n, units, generator=rng).clamp(1e-6, 1 - 1e-6)
 
 
-def hard_concrete(log_alpha: Tensor, beta: Tensor | float, u: Float[Tensor, "n unit"], stretch=STRETCH) -> Float[Tensor, "n unit"]:
+def hard_concrete(log_alpha: Tensor, beta: Tensor | float, u: Float[Tensor, "n unit"], stretch=STRETCH) -> Tensor:
     low, high = stretch
     return (((u.logit() + log_alpha) / beta).sigmoid() * (high - low) + low).clamp(0, 1)
 
