@@ -234,7 +234,8 @@ class _Read(torch.autograd.Function):
     def forward(ctx, token, mask, weight, stream, first):
         ctx.live = stream.live[first : first + mask.shape[-1]].nonzero()[:, 0]
         ctx.rows = slice(stream.row[first], stream.row[first] + len(ctx.live))
-        ctx.mask, ctx.weight, ctx.stream, ctx.first, n = mask, weight, stream, first, len(weight)
+        ctx.weight, ctx.stream, ctx.first, n = weight, stream, first, len(weight)
+        ctx.save_for_backward(mask)
         values, kept = stream.values[ctx.rows], pick(mask, -1, ctx.live)
         if first == 0:  # the base is one more writer, whose edges are all kept
             stream.values[0] = stream.base
@@ -254,8 +255,8 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_y, grad_x):
         if ctx.x is None:
-            raise RuntimeError("a masked forward allows one backward, which uses up its buffers: run it again for another")
-        mask, stream, x, n = ctx.mask, ctx.stream, ctx.x, len(ctx.weight)
+            raise RuntimeError("one backward for one masked forward: it uses up the buffers, so run the forward again")
+        (mask,), stream, x, n = ctx.saved_tensors, ctx.stream, ctx.x, len(ctx.weight)
         inputs, grad_y = x[:n].flatten(1, 2), grad_y.flatten(1, 2)
         along = (grad_y * ctx.y).sum(-1, keepdim=True) * ctx.scale.square() / x.shape[-1]
         inputs.mul_(-along).baddbmm_(grad_y * ctx.scale, ctx.weight.mT)

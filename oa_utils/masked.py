@@ -129,7 +129,9 @@ class MaskedModel:
                 written = self.centre(layer.mlp_out(layer.mlp_hidden(layer.ln2(x))))
                 stream.write(m, (written - stream.fill.mlps[i])[None])
             stream.base = stream.base + stream.fill.mlps[i]
-        return model.log_probs(stream.read(out[:, None])[0, :, 0])
+        x = stream.read(out[:, None])[0, :, 0]
+        wide.token = stream.token = None  # or graph and stream would hold each other in memory
+        return model.log_probs(x)
 
     def _heads(self, stream: Stream, i: int, slots: str, heads: Tensor, mask: Tensor, also: Tensor, skip: bool):
         """What these heads make of their inputs [slot h batch pos d_head], and the input of the readers in `also`."""

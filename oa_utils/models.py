@@ -193,7 +193,7 @@ def wrap(hf: Any, tokenizer: Any = None, name: str = "unnamed", device: str | to
         if getattr(bridge.cfg, "parallel_attn_mlp", False):
             raise ValueError("its attention and MLP read the same stream side by side (parallel blocks)")
         model = Model(name, bridge.eval().requires_grad_(False), tokenizer, bos)
-        model.layers = [_layer(block, model) for block in bridge.blocks]
+        model.layers = [_layer(block) for block in bridge.blocks]
         got = model.log_probs(model.run(model.embed(probe)))
         z = model.attention(0, model.layers[0].ln1(model.embed(probe)))
         head_sum = torch.einsum("bphe,hed->bpd", z, model.layers[0].W_O) + model.layers[0].b_O
@@ -209,7 +209,7 @@ def wrap(hf: Any, tokenizer: Any = None, name: str = "unnamed", device: str | to
     return model
 
 
-def _layer(block: Any, model: Model) -> Layer:
+def _layer(block: Any) -> Layer:
     """Read one block through the bridge's names, which are the same for every family."""
     attn, mlp = block.attn, block.mlp
     inner, out = getattr(mlp, "in").original_component, mlp.out.original_component
@@ -221,11 +221,9 @@ def _layer(block: Any, model: Model) -> Layer:
     else:
         hidden = lambda x: act(inner(x))  # noqa: E731
     W_O = attn.W_O
-    zeros = torch.zeros(model.n_heads, model.d_head, dtype=model.dtype, device=model.device)
-    b_V = zeros if attn.b_V is None else attn.b_V.repeat_interleave(model.n_heads // len(attn.b_V), dim=0)
-    b_O = attn.b_O if attn.b_O is not None else torch.zeros(model.d_model, dtype=model.dtype, device=model.device)
-    norms = block.ln1.original_component, block.ln2.original_component
-    return Layer(attn, *norms, hidden, out, model.n_heads, W_O, b_V, b_O)
+    b_V = W_O.new_zeros(W_O.shape[:2]) if attn.b_V is None else attn.b_V.repeat_interleave(len(W_O) // len(attn.b_V), dim=0)
+    b_O = W_O.new_zeros(W_O.shape[2]) if attn.b_O is None else attn.b_O
+    return Layer(attn, block.ln1.original_component, block.ln2.original_component, hidden, out, len(W_O), W_O, b_V, b_O)
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:

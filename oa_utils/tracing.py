@@ -41,7 +41,7 @@ class TraceSettings:
     draws: int = 5  # of noise, averaged for each prompt
     noise: float = 3.0  # its standard deviation, in units of each coordinate's spread
     steps: int = 150  # at most so many steps of Adam for the constants of a setting
-    lr: float = 0.05  # Adam's first step, in units of the spread of subject embeddings (RMS over coordinates)
+    lr: float = 0.03  # Adam's first step, in units of the spread of subject embeddings (RMS over coordinates)
     batch: int = 16  # train facts in a step; 0 takes all
     check: int = 25  # steps between two looks at the whole train part, where the best constants so far are kept
     tol: float = 0.01  # a look that gains less than this share, and less than its standard error, cuts the step

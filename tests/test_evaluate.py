@@ -1,11 +1,13 @@
 """Gaps, sweeps and random circuits."""
 
+# ruff: noqa: F811  (fixtures of test_search)
+
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from test_search import PLANTED, dense, make_task, planted, store, task  # noqa: F401  fixtures
+from test_search import PLANTED, dense, make_task, planted, store, task  # noqa: F401
 
 from oa_utils import runs, stats
 from oa_utils.circuits import Circuit
@@ -53,8 +55,8 @@ def test_optimal_constants_beat_the_means_on_train_prompts(dense):
     steps, values = zip(*g.curve, strict=True)
     assert list(steps) == [0, 10, 20, 30, 40] and min(values) < 0.8 * values[0]
     start, part = common.constants_for(dense, task, "optimal"), task.train
-    full = part.log_probs(dense.model)
-    measured = [common.measure(dense, part, circuit.mask, lambda rows, c=c: c, full).mean().item() for c in (start, g.constants)]
+    fills, full = [lambda rows, c=c: c for c in (start, g.constants)], part.log_probs(dense.model)
+    measured = [evaluate.measure(dense, part, circuit.mask, fill, full).mean().item() for fill in fills]
     assert measured == pytest.approx([values[0], min(values)], rel=1e-4)
     assert float(g) != pytest.approx(min(values), rel=1e-6)  # it was measured on other prompts
 

@@ -1,11 +1,14 @@
 """The edge-masked model against a slow one made of hooks, and the identities it has to keep."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from oa_utils.fills import Activations, Constants
+from oa_utils.fills import Activations, Constants, Stream
 from oa_utils.graph import SLOTS, Edge
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model, wrap
@@ -437,6 +440,24 @@ def test_a_second_backward_is_refused(models):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_stays_in_memory(models, monkeypatch, backward):
+    """Without the help of the garbage collector, which comes too late for buffers of gigabytes."""
+    made, init = [], Stream.__init__
+    monkeypatch.setattr(Stream, "__init__", lambda self, *given: made.append(weakref.ref(self)) or init(self, *given))
+    (tokens, last), (mask, *parts) = prompts(), leaves(random_mask(models["gpt2"]), *constants())
+    gc.disable()
+    try:
+        loss = some_loss(models["gpt2"](tokens, last, mask, Constants(*parts)))
+        if backward:
+            loss.backward()
+            assert made[0]().values is None
+        del loss
+        assert len(made) == 2 and all(stream() is None for stream in made)
+    finally:
+        gc.enable()
 
 
 # ---- skipping what is dead

@@ -37,10 +37,9 @@ def test_only_models_imports_transformer_lens():
     assert [p.name for p in (ROOT / "oa_utils").rglob("*.py") if importing.search(p.read_text())] == ["models.py"]
 
 
-def test_the_library_stays_thin():
+def test_no_file_of_the_library_is_longer_than_300_lines():
     sizes = {p.name: len(p.read_text().splitlines()) for p in (ROOT / "oa_utils").rglob("*.py")}
     assert max(sizes.values()) <= 300, sizes
-    assert sum(sizes.values()) <= 4000
 
 
 @pytest.mark.parametrize("word", ["import pickle", '"cuda"', "'cuda'", "HookedTransformer("])

@@ -15,7 +15,7 @@ from torch import Tensor
 from oa_utils import runs, stats
 from oa_utils.circuits import Circuit
 from oa_utils.masked import MaskedModel
-from oa_utils.search.common import batch, check, chunks, edges_of, fill_for, refuse_optimal, stored
+from oa_utils.search.common import batch, check, chunks, edges_of, fill_for, stored
 from oa_utils.tasks import Task
 
 VERSION = 1
@@ -100,7 +100,6 @@ class Sweep:
 
 def acdc(masked, task, ablation="counterfactual", lam=1e-3, seed=0, level="edge", **settings) -> Circuit:
     """The circuit of ACDC; other settings as in `ACDCSettings`."""
-    check(task, ablation, lam, level=level)
-    refuse_optimal("ACDC", ablation)
+    check(task, ablation, lam, level, fixed="ACDC")
     own = ACDCSettings(ablation, lam, seed, level, **settings)
     return stored("acdc", masked, task, own, lambda s: Sweep(masked, task, own).run(s), VERSION, f"lam={lam:g}")

@@ -30,35 +30,26 @@ BINS, REPORTS = 20, 30  # of the histograms in a history, and of its entries
 Fills = Callable[..., Constants | Activations]  # fill(rows, rng): of these prompts; resampling draws partners anew by rng
 
 
-# ---- requests
-
-
-def check(task: Task, ablation: str, lam: float = 0.0, n_edges: int = 0, graph: Graph | None = None, level: str = "edge"):
-    """Refuses what cannot be searched, before anything is computed."""
+def check(task: Task, ablation: str, lam=0.0, level="edge", n_edges=0, graph: Graph | None = None, fixed: str = "") -> None:
+    """Refuses what cannot be searched, before anything is computed; a `fixed` method trains no constants along."""
     if ablation not in ABLATIONS:
         raise ValueError(f"unknown ablation {ablation!r}: for edges there are {', '.join(ABLATIONS)}")
+    if fixed and ablation == "optimal":
+        raise ValueError(
+            f"{fixed} cannot search under 'optimal': the best constants depend on the circuit, and it would have to train "
+            "them anew for every candidate. Search under 'counterfactual' (or 'mean') and evaluate the circuit with "
+            "gap(..., ablation='optimal'), as the paper does; or use ugs or hcgs, which train constants along"
+        )
     if not lam >= 0:
         raise ValueError(f"lam is the price of one edge in nats and must be a number from 0 on, got {lam}")
-    if graph is not None and not 0 <= n_edges <= len(graph):
-        raise ValueError(f"n_edges must be from 0 to {len(graph)}, the edges of this model, got {n_edges}")
     if level not in LEVELS:
         raise ValueError(f"level is one of {', '.join(LEVELS)}, not {level!r}")
+    if graph is not None and not 0 <= n_edges <= len(graph):
+        raise ValueError(f"n_edges must be from 0 to {len(graph)}, the edges of this model, got {n_edges}")
     if ablation in ("counterfactual", "cf_mean"):
         task.need_counterfactual()
     if ablation == "resample":
         task.train.partners()
-
-
-def refuse_optimal(method: str, ablation: str) -> None:
-    if ablation == "optimal":
-        raise ValueError(
-            f"{method} cannot search under 'optimal': the best constants depend on the circuit, and it would have to train "
-            "them anew for every candidate. Search under 'counterfactual' (or 'mean') and evaluate the circuit with "
-            "gap(..., ablation='optimal'), as the paper does; or use ugs or hcgs, which train constants along"
-        )
-
-
-# ---- prompts and their fills
 
 
 def constants_for(masked: MaskedModel, task: Task, ablation: str) -> Constants:
@@ -110,20 +101,6 @@ def chunks(masked: MaskedModel, n: int, length: int, size: int = 10**9) -> Itera
     """Slices of n examples that fit into memory."""
     size = min(size, runs.micro_batch(n, masked.chunk_size(length)))
     return (slice(i, min(i + size, n)) for i in range(0, n, size))
-
-
-@torch.no_grad()
-def measure(masked: MaskedModel, part: Task, mask: Tensor, fill: Fills, full: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
-    """KL(full ‖ masked) of each prompt under one mask, taken as it is."""
-    found = []
-    for span in chunks(masked, len(part), part.tokens.shape[1], size=64):
-        rows = torch.arange(len(part))[span]
-        logp = masked(*batch(part, rows), mask.float()[None], fill(rows), skip_dead=True)
-        found.append(stats.kl(full[span], logp).cpu())
-    return torch.cat(found)
-
-
-# ---- prices, cuts, circuits
 
 
 def price(graph: Graph, theta: Float[Tensor, " n_edges"], lam: float, gamma: float) -> Float[Tensor, ""]:
@@ -227,9 +204,6 @@ class Sampler:
         """Factor on the learning rates."""
         return 1.0
 
-    def settle(self) -> None:
-        """After each step."""
-
     def cut(self) -> Bool[Tensor, " n_edges"]:
         return self.edges(self.keep() > self.settings.tau)
 
@@ -284,18 +258,14 @@ class Trainer:
             total += loss.item()
         return total
 
-    def pruned(self, alpha: Float[Tensor, "n n_edges"]) -> Float[Tensor, "n n_edges"]:
-        graph, how = self.masked.graph, self.settings.pruning
-        if how == "sample":
-            return graph.prune_dangling(alpha)
-        return alpha if how == "none" else alpha * (graph.prune_dangling(alpha.detach().amax(0)) > 0)
-
     def advance(self) -> float:
         """One step; returns its mean KL."""
         sampler, before = self.sampler, self.rng.get_state()
         rows = torch.randperm(len(self.part), generator=self.rng)[: self.settings.prompts]
-        alpha = sampler.draw(len(rows) * self.settings.masks, self.rng)
-        pruned = self.pruned(sampler.edges(alpha))
+        alpha, how = sampler.draw(len(rows) * self.settings.masks, self.rng), self.settings.pruning
+        pruned = edges = sampler.edges(alpha)
+        if how != "none":  # the filter carries no gradient
+            pruned = edges * (sampler.graph.prune_dangling(edges.detach() if how == "sample" else edges.detach().amax(0)) > 0)
         leaf = pruned.detach().requires_grad_()
         self.optimiser.zero_grad()
         loss = self.backward(rows, leaf)
@@ -311,7 +281,6 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = group["start"] * sampler.pace(self.step) if "start" in group else group["lr"]
         self.optimiser.step()
-        sampler.settle()
         return loss
 
     @torch.no_grad()
@@ -347,7 +316,7 @@ class Trainer:
 
 def train(method: str, masked: MaskedModel, task: Task, settings: Training, sampler: type[Sampler], version: int) -> Circuit:
     """The circuit that training this sampler finds; its history holds loss, expected size and histograms of θ, and θ."""
-    check(task, settings.ablation, settings.lam, level=settings.level)
+    check(task, settings.ablation, settings.lam, settings.level)
     if settings.pruning not in PRUNING or min(settings.steps, settings.prompts, settings.masks) < 1:
         raise ValueError(f"pruning is one of {', '.join(PRUNING)}; steps, prompts and masks are at least 1: {settings}")
 

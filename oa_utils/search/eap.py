@@ -18,7 +18,7 @@ from oa_utils.circuits import Circuit
 from oa_utils.components import score
 from oa_utils.fills import Constants
 from oa_utils.masked import MaskedModel
-from oa_utils.search.common import as_circuit, batch, check, chunks, fill_for, refuse_optimal, top_edges
+from oa_utils.search.common import as_circuit, batch, check, chunks, fill_for, top_edges
 from oa_utils.tasks import Task
 
 VERSION = 1
@@ -78,8 +78,7 @@ class Scores:
 
 def eap_scores(masked: MaskedModel, task: Task, settings: EAPSettings) -> Float[Tensor, " n_edges"]:
     """How much the metric falls, to first order, when an edge is ablated, in the mean over train prompts."""
-    check(task, settings.ablation)
-    refuse_optimal("EAP", settings.ablation)
+    check(task, settings.ablation, fixed="EAP")
     if settings.path not in PATHS or settings.points < 1:
         raise ValueError(f"path is one of {', '.join(PATHS)} and has at least one point, got {settings}")
     if settings.path == "inputs" and not all((ids >= 0).any(-1).all() for ids in (task.right, task.wrong)):

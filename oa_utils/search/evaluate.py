@@ -20,7 +20,7 @@ from oa_utils.fills import Constants
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model, load_model
 from oa_utils.search.acdc import acdc
-from oa_utils.search.common import batch, check, chunks, constants_for, fill_for, measure
+from oa_utils.search.common import Fills, batch, check, chunks, constants_for, fill_for
 from oa_utils.search.eap import eap, eap_ig
 from oa_utils.search.edge_pruning import edge_pruning
 from oa_utils.search.hcgs import hcgs
@@ -67,6 +67,17 @@ class Gap:
 
     def __repr__(self) -> str:
         return f"Gap({self.mean:.4g} ± {self.se:.2g} nats, n = {self.n})"
+
+
+@torch.no_grad()
+def measure(masked: MaskedModel, part: Task, mask: Tensor, fill: Fills, full: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+    """KL(full ‖ masked) of each prompt under one mask, taken as it is."""
+    found = []
+    for span in chunks(masked, len(part), part.tokens.shape[1], size=64):
+        rows = torch.arange(len(part))[span]
+        logp = masked(*batch(part, rows), mask.float()[None], fill(rows), skip_dead=True)
+        found.append(stats.kl(full[span], logp).cpu())
+    return torch.cat(found)
 
 
 def train_constants(masked: MaskedModel, task: Task, mask: Tensor, settings: GapSettings) -> tuple[Constants, list]:
@@ -118,7 +129,7 @@ def gap(masked: MaskedModel, task: Task, circuit: Circuit, ablation: str = "coun
     uses = {"optimal": ("steps", "lr", "batch", "check", "seed"), "resample": ("draws", "seed")}.get(ablation, ())
     name = runs.sha256(circuit.mask.nonzero()[:, 0].tolist())[:16]
     job = _Job(name, ablation, {k: v for k, v in asdict(own).items() if k in uses})
-    key = f"{circuit.method}_{circuit.n_edges}_{ablation}"
+    key = f"{ablation}_{circuit.n_edges}"
     done = runs.run("circuit_gaps", job, compute, model=model, task=task, version=VERSION, key=key)
     numbers, parts = done.numbers, [done.tensors[k] for k in Constants._fields if k in done.tensors]
     about = numbers["gap"], numbers["se"], numbers["n"], done.tensors["each"]

@@ -48,6 +48,7 @@ class HardConcrete(Sampler):
         return [{"params": list(self.parameters.values()), "lr": learning_rate(self.settings, SLOWER)}]
 
     def draw(self, n, rng):
+        self.parameters["temperature"].data.clamp_(min=0.1)
         stretch = (-0.12, 1.08) if self.settings.released else STRETCH
         return hard_concrete(*self.parameters.values(), uniform(n, self.units, rng), stretch)
 
@@ -56,9 +57,6 @@ class HardConcrete(Sampler):
 
     def penalty(self, alpha, step):
         return self.priced(nonzero(*self.parameters.values()))
-
-    def settle(self):
-        self.parameters["temperature"].data.clamp_(min=0.1)
 
 
 def hcgs(masked, task, ablation="optimal", lam=1e-3, steps=300, seed=0, level="edge", **settings) -> Circuit:
