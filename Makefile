@@ -50,13 +50,13 @@ lab: $(READY) ## open the notebooks in JupyterLab
 	@$(BIN)/jupyter lab notebooks
 
 claims: $(READY) ## the table of the paper's claims beside ours
-	@$(BIN)/python -m oa_utils.claims
+	@$(BIN)/python -W ignore::RuntimeWarning -m oa_utils.claims
 
 claim: $(READY) ## recompute one claim [ID=single.median_ratio.mean MODEL=tiny]
-	@$(BIN)/python -m oa_utils.claims $(ID) --model $(MODEL)
+	@$(BIN)/python -W ignore::RuntimeWarning -m oa_utils.claims $(ID) --model $(MODEL)
 
 publish: $(READY) ## copy finished results from .oa/ to data/results/
-	@$(BIN)/python -m oa_utils.runs publish
+	@$(BIN)/python -W ignore::RuntimeWarning -m oa_utils.runs publish
 
 bench: $(READY) ## the speed bars (a quiet machine, please)
 	@for f in benchmarks/*.py; do echo "== $$f"; $(BIN)/python $$f; done

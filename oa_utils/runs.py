@@ -43,7 +43,6 @@ try:
 except ImportError:
     psutil = None
 
-SMALL = 200_000  # bytes of tensors that may be published
 Numbers, Tensors = dict[str, Any], dict[str, Tensor]
 
 
@@ -244,19 +243,17 @@ def results(model_name: str, experiment: str) -> pd.DataFrame:
 
 
 def publish(model: str | None = None) -> list[Path]:
-    """Copies finished results to `data/results`, never those of a test."""
+    """Copies finished tables to `data/results`, never those of a test; tensors, and what makes no table, stay in the store."""
     copied = []
     for path in sorted(store().glob(f"{slug(model) if model else '*'}/*/*.json")):
         try:
-            if read_json(path)["budget"] == "test":
-                continue
+            record = read_json(path)
         except BadFile as error:
             warnings.warn(f"{error}: not published", stacklevel=2)
             continue
-        for file in (path, path.with_suffix(".safetensors")):
-            if file == path or (file.exists() and file.stat().st_size < SMALL):
-                copied.append(published() / file.relative_to(store()))
-                write_bytes(copied[-1], file.read_bytes())
+        if record["budget"] != "test" and any(_rows(record["numbers"])):
+            copied.append(published() / path.relative_to(store()))
+            write_bytes(copied[-1], path.read_bytes())
     return copied
 
 

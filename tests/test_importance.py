@@ -49,3 +49,23 @@ def test_wide_keeps_one_family():
     gaps = pd.DataFrame(rows, columns=["component", "ablation", "family", "gap"])
     assert importance.wide(gaps, "shared").loc["a0.h0", "optimal"] == 3.0
     assert list(importance.wide(gaps)) == ["zero", "optimal"]
+
+
+PUBLISHED = sorted(p.parent.name for p in (DATA / "results").glob("*/single_components"))
+
+
+@pytest.mark.parametrize("name", [m for m in PUBLISHED if (DATA / "results" / m / "claims" / "single_components.json").exists()])
+def test_published_claims_follow_from_the_published_results(name):
+    from oa_utils import claims
+
+    parts = [importance.wide(importance.published(name, part)) for part in ("test", "train")]
+    again = {c.id: c for c in importance.claims(*parts, n=10)}
+    stored = {c.id: c for c in claims.published(name) if c.id.startswith("single.")}
+    assert set(again) == set(stored)
+    for id, claim in stored.items():
+        assert (claim.measured, claim.holds) == (pytest.approx(again[id].measured, rel=1e-6), again[id].holds), id
+
+
+def test_proposition_1_holds_on_the_bundled_model():
+    train = importance.wide(importance.published("tiny", "train"))
+    assert len(train) == 30 and (train.optimal <= train[list(importance.TOTAL)].min(axis=1) + 1e-6).all()
