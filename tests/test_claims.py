@@ -114,7 +114,8 @@ def test_an_unknown_id_names_the_nearest(capsys, recomputed):
     assert f"nearest: {MEDIAN.id}" in capsys.readouterr().err
 
 
-def test_a_claim_nobody_can_recompute_says_so(capsys):
+def test_a_claim_nobody_can_recompute_says_so(capsys, monkeypatch):
+    monkeypatch.delitem(claims.RECOMPUTE, "single")
     publish(MEDIAN)
     with pytest.raises(SystemExit):
         claims.main([MEDIAN.id])

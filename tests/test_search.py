@@ -14,7 +14,7 @@ from oa_utils.graph import Edge, Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.models import wrap
 from oa_utils.search import acdc, common, eap, eap_ig, edge_pruning, evaluate, hcgs, ugs
-from oa_utils.search.eap import EAPSettings, Scores, eap_scores
+from oa_utils.search.eap import EAPSettings, Scores, eap_scores, top_edges
 from oa_utils.tasks import Task
 
 ugs_file, hcgs_file, acdc_file = (import_module(f"oa_utils.search.{name}") for name in ("ugs", "hcgs", "acdc"))
@@ -491,7 +491,7 @@ def test_top_edges_takes_as_many_as_fit():
     taken = [torch.zeros(len(graph)).index_fill(0, order[:k], 1) for k in range(len(graph) + 1)]
     sizes = [int(graph.prune_dangling(mask).sum()) for mask in taken]
     for n in (0, 1, 5, 17, 40, len(graph)):
-        assert int(common.top_edges(graph, scores, n).sum()) == max(s for s in sizes if s <= n)
+        assert int(top_edges(graph, scores, n).sum()) == max(s for s in sizes if s <= n)
 
 
 # ---- fills

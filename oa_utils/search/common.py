@@ -110,20 +110,6 @@ def price(graph: Graph, theta: Float[Tensor, " n_edges"], lam: float, gamma: flo
     return lam * (theta.sum() + gamma * (half * torch.tanh(ends / half)).sum())
 
 
-def top_edges(graph: Graph, scores: Float[Tensor, " n_edges"], n_edges: int) -> Bool[Tensor, " n_edges"]:
-    """The edges of highest score, as many as leave at most `n_edges` without dangling ones.
-
-    More edges never make another one dangle, so the pruned size grows with the number taken and bisection finds it.
-    """
-    rank = scores.argsort(descending=True, stable=True).argsort()
-    low, high = n_edges, len(graph)  # so many taken fit; more than that may not
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = int(graph.prune_dangling(rank < middle).sum()) <= n_edges
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return graph.prune_dangling(rank < low)
-
-
 def as_circuit(masked: MaskedModel, mask: Tensor, method: str, settings: Any, history: dict) -> Circuit:
     about, model = asdict(settings), masked.model
     ablation, seed = about.pop("ablation"), about.pop("seed")
@@ -145,9 +131,6 @@ def edges_of(graph: Graph, mask: Tensor) -> dict:
     return {"n_edges": len(kept), "edges": kept}
 
 
-# ---- training
-
-
 @dataclass(frozen=True)
 class Training:
     """Settings of the searches that train; the algorithms add their own."""
@@ -159,25 +142,13 @@ class Training:
     level: str = "edge"  # `vertex`: the out-edges of a vertex share one α
     prompts: int = 5  # different prompts in a step
     masks: int = 12  # masks drawn for each prompt
-    lr: float | None = None  # Adam on the logits; None: by λ, ablation and steps, see `learning_rate`
+    lr: float | None = None  # Adam on the logits; None: by λ, ablation and steps, see `ugs.learning_rate`
     lr_constants: float = 2e-3  # Adam on the constants of `optimal`
     gamma: float = 0.5  # weight of the price of vertices against that of edges
     clip: float = 5.0  # L2 norm of the logits' gradient
     tau: float = 0.5  # an edge is kept in the end where its probability is above
     pruning: str = "sample"  # dangling edges go mask by mask; `batch`: where they dangle in all masks; `none`
     everywhere: bool = False  # constants get gradient along every edge, not only where α = 0
-
-
-def learning_rate(settings: Training, slower: dict[str, float]) -> float:
-    """The authors' rate: larger for a small price, smaller for ablations with steep gradients.
-
-    Runs shorter than theirs (6,000 steps for `optimal`, 3,000 for the others) take as much larger a rate, up to 0.3.
-    """
-    if settings.lr is not None:
-        return settings.lr
-    base = 0.15 if settings.lam <= 1e-4 else 0.1 if settings.lam <= 5e-4 else 0.05
-    theirs = base / slower.get(settings.ablation, 1.0)
-    return max(theirs, min(0.3, theirs * (6000 if settings.ablation == "optimal" else 3000) / settings.steps))
 
 
 class Sampler:

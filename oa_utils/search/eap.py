@@ -10,15 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from oa_utils import runs
 from oa_utils.circuits import Circuit
 from oa_utils.components import score
 from oa_utils.fills import Constants
+from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
-from oa_utils.search.common import as_circuit, batch, check, chunks, fill_for, top_edges
+from oa_utils.search.common import as_circuit, batch, check, chunks, fill_for
 from oa_utils.tasks import Task
 
 VERSION = 1
@@ -94,6 +95,20 @@ def eap_scores(masked: MaskedModel, task: Task, settings: EAPSettings) -> Float[
         return {"largest": scores.abs().max().item()}, {"scores": scores}
 
     return runs.run("search_eap", settings, compute, model=masked.model, task=task, version=VERSION).tensors["scores"]
+
+
+def top_edges(graph: Graph, scores: Float[Tensor, " n_edges"], n_edges: int) -> Bool[Tensor, " n_edges"]:
+    """The edges of highest score, as many as leave at most `n_edges` without dangling ones.
+
+    More edges never make another one dangle, so the pruned size grows with the number taken and bisection finds it.
+    """
+    rank = scores.argsort(descending=True, stable=True).argsort()
+    low, high = n_edges, len(graph)  # so many taken fit; more than that may not
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = int(graph.prune_dangling(rank < middle).sum()) <= n_edges
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return graph.prune_dangling(rank < low)
 
 
 def _top(method: str, masked: MaskedModel, task: Task, n_edges: int, settings: EAPSettings) -> Circuit:

@@ -13,7 +13,8 @@ import torch
 
 from oa_utils import runs
 from oa_utils.circuits import Circuit
-from oa_utils.search.common import Sampler, Training, check, top_edges, train
+from oa_utils.search.common import Sampler, Training, check, train
+from oa_utils.search.eap import top_edges
 from oa_utils.search.hcgs import hard_concrete, uniform
 
 VERSION = 1

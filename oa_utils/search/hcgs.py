@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from oa_utils.circuits import Circuit
-from oa_utils.search.common import Sampler, Training, learning_rate, train
+from oa_utils.search.common import Sampler, Training, train
+from oa_utils.search.ugs import learning_rate
 
 VERSION = 1
 STRETCH = -0.1, 1.1  # the interval that s in (0, 1) is stretched to before clamping
