@@ -389,9 +389,9 @@ def test_acdc_at_its_ends_keeps_all_or_nothing(dense):
 
 def test_acdc_goes_in_reverse_topological_order(dense):
     order = [int(i) for i in sweep_of(dense, make_task(dense.model, 16), 0.1).units()]
-    index = {v: i for i, v in enumerate(dense.graph.vertices)}
-    edges = [dense.graph.edges[i] for i in order]
-    ends = [index[e.dst] if not dense.graph.is_head(e.dst) else int(e.dst[1]) * 3 + 1 for e in edges]
+    index, graph = {v: i for i, v in enumerate(dense.graph.vertices)}, dense.graph
+    readers = [graph.edges[i].dst for i in order]  # heads of a layer read side by side: they count as its first one
+    ends = [graph.writers_before(int(v[1:].split(".")[0])) if graph.is_head(v) else index[v] for v in readers]
     assert len(set(order)) == len(dense.graph) and ends == sorted(ends, reverse=True)
 
 

@@ -20,6 +20,13 @@ def test_scores_on_untrained_combinations_pass_the_bars():
     assert all(abs(stored[name] - measured[name]) < 0.06 for name in BARS), (stored, measured)
 
 
+def test_the_readme_and_the_card_show_the_stored_scores():
+    stored = json.loads((tiny.FOLDER / "scores.json").read_text())
+    rows = [f"| {tiny.MEANING[name]} | {value:.3f} |" for name, value in stored.items()]
+    for page in (tiny.DATA.parent / "README.md", tiny.FOLDER / "README.md"):
+        assert all(row in page.read_text() for row in rows), page
+
+
 def test_the_tasks_work_on_the_bundled_model(tiny):
     assert tasks.ioi(tiny, 200).accuracy(tiny) >= 0.97
     assert tasks.greater_than(tiny, 200).score(tiny) >= 0.8

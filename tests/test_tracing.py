@@ -10,8 +10,9 @@ from conftest import random_gpt2, random_llama
 
 from oa_utils import runs, stats, tracing
 from oa_utils.models import wrap
+from oa_utils.prompt_map import trace_prompt
 from oa_utils.tasks import Task
-from oa_utils.tracing import Prompts, TraceSettings, concentration, spread, trace, trace_prompt, trace_runs, window_of
+from oa_utils.tracing import Prompts, TraceSettings, concentration, spread, trace, trace_runs, window_of
 
 VOCAB, WIDTH, N = 60, 10, 14
 QUICK = TraceSettings(draws=2, steps=12, batch=4, check=4)

@@ -4,8 +4,6 @@ A step draws a few prompts and several masks for each, prunes dangling edges mas
 the distribution down the gradient of KL(full ‖ masked) + price. What differs between algorithms is the `Sampler`.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

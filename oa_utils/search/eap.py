@@ -77,8 +77,8 @@ class Scores:
         return sum(path(r, self.fill(r)) for r in rows) / n / self.settings.points
 
 
-def eap_scores(masked: MaskedModel, task: Task, settings: EAPSettings) -> Float[Tensor, " n_edges"]:
-    """How much the metric falls, to first order, when an edge is ablated, in the mean over train prompts."""
+def check_eap(task: Task, settings: EAPSettings) -> None:
+    """Refuse, before any work, what EAP cannot score."""
     check(task, settings.ablation, fixed="EAP")
     if settings.path not in PATHS or settings.points < 1:
         raise ValueError(f"path is one of {', '.join(PATHS)} and has at least one point, got {settings}")
@@ -87,6 +87,11 @@ def eap_scores(masked: MaskedModel, task: Task, settings: EAPSettings) -> Float[
             f"EAP takes the slope of log P(right) − log P(wrong), but task '{task.name}' does not name both for every prompt; "
             "give Task.from_text(..., wrong=[...]), or use eap_ig(path='masks'), which needs no answers"
         )
+
+
+def eap_scores(masked: MaskedModel, task: Task, settings: EAPSettings) -> Float[Tensor, " n_edges"]:
+    """How much the metric falls, to first order, when an edge is ablated, in the mean over train prompts."""
+    check_eap(task, settings)
 
     def compute(_):
         scores = Scores(masked, task, settings).all()
@@ -112,6 +117,7 @@ def top_edges(graph: Graph, scores: Float[Tensor, " n_edges"], n_edges: int) -> 
 
 
 def _top(method: str, masked: MaskedModel, task: Task, n_edges: int, settings: EAPSettings) -> Circuit:
+    check_eap(task, settings)
     check(task, settings.ablation, n_edges=n_edges, graph=masked.graph)
     scores = eap_scores(masked, task, settings)  # stored: other sizes are free
     mask = top_edges(masked.graph, scores.abs(), n_edges)
