@@ -37,7 +37,7 @@ DRAWS = 2000  # random circuits tried at most
 @dataclass(frozen=True)
 class GapSettings:
     steps: int = 200  # of Adam, for the constants of `optimal`
-    lr: float = 1e-2  # falls to a tenth in the course of them
+    lr: float = 0.03  # falls to a tenth in the course of them
     batch: int = 32  # train prompts in a step
     check: int = 20  # steps between two looks at the whole train part, where the best constants are kept
     draws: int = 4  # derangements of `resample`, averaged for each prompt
@@ -91,6 +91,8 @@ def train_constants(masked: MaskedModel, task: Task, mask: Tensor, settings: Gap
             curve.append((step, measure(masked, part, mask, lambda rows: constants, full).mean().item()))
             if best is None or curve[-1][1] <= min(value for _, value in curve):
                 best = Constants(*(x.detach().clone() for x in constants))
+        if step == s.steps:
+            return best, curve
         rows = torch.randperm(len(part), generator=rng)[: s.batch]
         optimiser.param_groups[0]["lr"] = s.lr * (1 - 0.9 * step / max(1, s.steps))
         optimiser.zero_grad()
@@ -98,7 +100,6 @@ def train_constants(masked: MaskedModel, task: Task, mask: Tensor, settings: Gap
             logp = masked(*batch(part, rows[span]), mask.float()[None], constants, skip_dead=True)
             (stats.kl(full[rows[span]], logp).sum() / len(rows)).backward()
         optimiser.step()
-    return best, curve
 
 
 def gap(masked: MaskedModel, task: Task, circuit: Circuit, ablation: str = "counterfactual", **settings) -> Gap:
