@@ -1,4 +1,5 @@
 """The committed data: facts for causal tracing and labelled texts for elicitation (no model needed)."""
+
 import csv
 import json
 import re
@@ -9,8 +10,9 @@ import pytest
 
 DATA = Path(__file__).parents[1] / "data"
 LABELS = {
-    "entities": ["Company", "School", "Artist", "Athlete", "Politician", "Transportation", "Building",
-                 "Nature", "Village", "Animal", "Plant", "Album", "Film", "Book"],
+    "entities": (
+        "Company School Artist Athlete Politician Transportation Building Nature Village Animal Plant Album Film Book"
+    ).split(),
     "questions": ["Description", "Entity", "Abbreviation", "Person", "Number", "Location"],
     "unnatural": ["plant", "sport", "animal"],
     "antonyms": ["Yes", "No"],
@@ -142,7 +144,7 @@ def test_a_filled_prompt_holds_its_subject_once_and_not_its_answer(facts, templa
         for template in templates[row["relation"]]:
             prompt = template.format(subject=row["subject"])
             assert prompt.count(row["subject"]) == 1, prompt
-            assert row["answer"].casefold() not in template.casefold().split(), prompt
+            assert len(row["answer"]) < 3 or not has_word(row["answer"].split()[0], template), prompt
 
 
 @pytest.mark.parametrize("check", SPOT_CHECKS)
@@ -153,7 +155,7 @@ def test_known_fact(facts, check):
 
 
 def test_capitals_agree_in_both_directions(facts):
-    """Reykjavik is spelt without its accent as an answer and with it as a subject, so only equal spellings are compared."""
+    """Only equal spellings are compared: Reykjavik has its accent as a subject and not as an answer."""
     forward = {row["answer"]: row["subject"] for row in facts if row["relation"] == "country_capital"}
     back = {row["subject"]: row["answer"] for row in facts if row["relation"] == "capital_country"}
     both = set(forward) & set(back)
