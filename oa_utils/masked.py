@@ -92,18 +92,25 @@ class MaskedModel:
         fill: Constants | Activations,
         skip_dead: bool = False,
         constants_everywhere: bool = False,
+        start: int = 0,
+        clean: Activations | None = None,
     ) -> Float[Tensor, "batch d_vocab"]:
         """Log-probabilities at each prompt's last position, with gradients to the mask and to constants.
 
         Constants get gradient only along edges with α = 0 (`constants_everywhere`: along all, weighted by 1 − α).
         With `skip_dead`, vertices from which no edge of any mask leads to `out` are not computed; log-probabilities and
         the gradients of constants and of every α > 0 stay the same, those of α = 0 may be lost.
+        Where all edges into live vertices below layer `start` are kept, these need not run: they wrote what `clean`
+        holds, the `activations` of the same tokens.
         """
         tokens, last, mask = self._checked(tokens, last, mask)
         model, graph, (batch, length) = self.model, self.graph, tokens.shape
         if not isinstance(fill, Constants | Activations):
             raise TypeError(f"a fill is Constants or Activations, got {type(fill).__name__}")
-        fill, bos, (attn, mlp, out) = fill._at(self, batch, length), self._bos(int(tokens[0, 0])), graph.blocks(mask)
+        if start and (clean is None or len(clean.embed) != batch or not 0 < start <= graph.n_layers):
+            raise ValueError(f"start is a layer from 0 to {graph.n_layers}, and from 1 on needs clean, with {batch} prompts")
+        known, fill = clean and clean._at(self, batch, length), fill._at(self, batch, length)
+        bos, (attn, mlp, out) = self._bos(int(tokens[0, 0])), graph.blocks(mask)
         live = self._live(mask) if skip_dead else mask.new_ones(graph.n_vertices - 1, dtype=torch.bool)
         shape = 1 + int(live[: graph.writers_before(graph.n_layers - 1)].sum()), batch, length - 1
         stream = wide = Stream(fill, live, shape, self.eps, constants_everywhere).open()
@@ -114,17 +121,22 @@ class MaskedModel:
             m = before + graph.n_heads  # the index of the layer's MLP
             heads, has_mlp = live[before:m].nonzero()[:, 0], bool(live[m])
             early = mlp[i][:, None, :before][:, : int(has_mlp)]  # the MLP's edges from earlier layers are mixed along
-            if i < graph.n_layers - 1:
+            if i < start:
+                stream, x = wide if i < graph.n_layers - 1 else wide.at(last - 1), None
+                known = known if stream is wide else known.at(last - 1)
+            elif i < graph.n_layers - 1:
                 (q, k, v), x = self._heads(stream, i, "qkv", heads, attn[i], early, skip_dead)
             else:  # queries and outputs of the last layer are of use at last positions only
                 (k, v), _ = self._heads(wide, i, "kv", heads, attn[i], early[:, :0], skip_dead)
                 stream = wide.at(last - 1)
                 (q,), x = self._heads(stream, i, "q", heads, attn[i], early, skip_dead)
             if len(heads):
-                z = self._attend(q, k, v, pick(bos[i], 1, heads), last)
+                z = pick(known.z[i], 0, heads) if i < start else self._attend(q, k, v, pick(bos[i], 1, heads), last)
                 stream.write(before, z - pick(stream.fill.z[i], 0, heads), pick(self.W_O[i], 0, heads))
             stream.base = stream.base + stream.fill.attn[i]
-            if has_mlp:
+            if has_mlp and i < start:
+                stream.write(m, (known.mlps[i] - stream.fill.mlps[i])[None])
+            elif has_mlp:
                 x = x[0] + stream.fill.attn[i] + stream.read(mlp[i][:, None, before:], first=before)[0]
                 written = self.centre(layer.mlp_out(layer.mlp_hidden(layer.ln2(x))))
                 stream.write(m, (written - stream.fill.mlps[i])[None])

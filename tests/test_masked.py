@@ -502,6 +502,23 @@ def test_dead_vertices_are_not_computed(models, monkeypatch):
 # ---- bad input
 
 
+@pytest.mark.parametrize("start", [1, 2, 3])
+@pytest.mark.parametrize("name", ["position", "activations"])
+@pytest.mark.parametrize("skip_dead", [False, True])
+def test_layers_whose_edges_are_all_kept_need_not_run(masked, monkeypatch, start, name, skip_dead):
+    (tokens, last), mask, fill = prompts(), random_mask(masked), fills(masked)[name]
+    below = (masked.graph.dst - 1) // (HEADS + 1) < start
+    mask[:, below] = 1.0
+    want = masked(tokens, last, mask, fill)
+    clean, seen, attend = masked.activations(tokens), [], MaskedModel._attend
+    monkeypatch.setattr(MaskedModel, "_attend", lambda *a: seen.append(1) or attend(*a))
+    got = masked(tokens, last, mask, fill, skip_dead=skip_dead, start=start, clean=clean)
+    assert_close(got, want)
+    assert len(seen) == LAYERS - start
+    with pytest.raises(ValueError, match="start is a layer from 0 to 3"):
+        masked(tokens, last, mask, fill, start=start)
+
+
 def test_wrong_inputs_are_named(models):
     masked, (tokens, last) = models["gpt2"], prompts()
     mask, fill = torch.ones(1, len(masked.graph)), constants()

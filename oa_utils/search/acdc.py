@@ -39,6 +39,7 @@ class Sweep:
         self.tokens, self.last = batch(task.train, rows)
         self.full = task.train[rows].log_probs(masked.model)
         self.fill = fill_for(masked, task, settings.ablation, "train", settings.seed)(rows)
+        self.clean = masked.activations(self.tokens)
 
     def units(self) -> list[Tensor]:
         """Edges that go together, in reverse topological order."""
@@ -47,13 +48,14 @@ class Sweep:
         return [(self.graph.src == v).nonzero()[:, 0] for v in reversed(range(self.graph.n_vertices - 1))]
 
     @torch.no_grad()
-    def gaps(self, masks: Bool[Tensor, "k n_edges"]) -> list[float]:
-        """Mean KL under each mask, as it is."""
+    def gaps(self, masks: Bool[Tensor, "k n_edges"], start: int = 0) -> list[float]:
+        """Mean KL under each mask, as it is; below layer `start` no edge is gone, or only one at a dead vertex."""
         n, found = len(self.last), []
         which, each = torch.arange(n).repeat(len(masks)), masks.float().repeat_interleave(n if len(masks) > 1 else 1, 0)
         for span in chunks(self.masked, len(which), self.tokens.shape[1]):
             at, mask = which[span], each[span] if len(each) > 1 else each
-            logp = self.masked(self.tokens[at], self.last[at], mask, self.fill.rows(at), skip_dead=True)
+            known = {"start": start, "clean": self.clean.rows(at)} if start else {}
+            logp = self.masked(self.tokens[at], self.last[at], mask, self.fill.rows(at), skip_dead=True, **known)
             found.append(stats.kl(self.full[at], logp))
         return torch.cat(found).unflatten(0, (len(masks), n)).mean(1).tolist() if found else []
 
@@ -68,7 +70,9 @@ class Sweep:
         circuits = self.graph.prune_dangling(masks)
         changed = (circuits[1:] != circuits[:-1]).any(1)
         changed = changed[changed.cumsum(0) <= k]
-        new, gaps = iter(self.gaps(circuits[1 : len(changed) + 1][changed])), [current]
+        lowest = int(self.graph.dst[(~masks[len(changed)]).nonzero()[0, 0]])  # edges are in the order of their readers
+        start = (lowest - 1) // (self.graph.n_heads + 1)  # its layer
+        new, gaps = iter(self.gaps(circuits[1 : len(changed) + 1][changed], start)), [current]
         for is_new in changed.tolist():
             gaps.append(next(new) if is_new else gaps[-1])
         return masks, gaps
