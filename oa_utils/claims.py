@@ -15,7 +15,14 @@ import pandas as pd
 from oa_utils import runs
 
 # First part of a claim's id -> function(model_name, id) -> float that measures it again.
-RECOMPUTE: dict[str, str] = {"single": "oa_utils.importance:claim"}
+RECOMPUTE: dict[str, str] = {
+    "single": "oa_utils.importance:claim",
+    "tracing": "oa_utils.tracing_claims:claim",
+    "circuits_ioi": "oa_utils.circuit_claims:claim",
+    "circuits_gt": "oa_utils.circuit_claims:claim",
+    "random_ioi": "oa_utils.null_circuits:claim",
+    "random_gt": "oa_utils.null_circuits:claim",
+}
 MARKS = {True: "✓", False: "✗", None: "–"}
 
 

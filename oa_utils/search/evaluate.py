@@ -141,21 +141,21 @@ def gap(masked: MaskedModel, task: Task, circuit: Circuit, ablation: str = "coun
 
 
 @cache
-def _load(name: str) -> MaskedModel:
+def masked_of(name: str) -> MaskedModel:
     return MaskedModel(load_model(name))
 
 
-def _by_name(model: Model) -> bool:
-    """Whether a worker that loads this name gets this model."""
+def load_as(model: Model) -> str:
+    """The name by which a worker loads this very model, or nothing."""
     try:
-        return _load(model.name).model.fingerprint == model.fingerprint
+        return model.name if masked_of(model.name).model.fingerprint == model.fingerprint else ""
     except ValueError:
-        return False
+        return ""
 
 
-def _one(item: tuple, masked: MaskedModel | None, name: str, task: Task, options: Mapping, gap_settings: Mapping) -> dict:
-    """One circuit, found and measured."""
-    (method, ablation, value, seed), masked = item, masked or _load(name)
+def find(item: tuple, masked: MaskedModel | None, name: str, task: Task, options: Mapping, gap_settings: Mapping) -> dict:
+    """One circuit, found and measured: `item` is method, ablation, λ or n_edges, and seed."""
+    (method, ablation, value, seed), masked = item, masked or masked_of(name)
     under = "counterfactual" if ablation == "optimal" and method in NOT_OPTIMAL else ablation
     aim = {"n_edges": int(value)} if method in BY_SIZE else {"lam": value}
     circuit = METHODS[method](masked, task, under, seed=seed, **aim, **options.get(method, {}))
@@ -185,8 +185,8 @@ def sweep(
         if values is None:
             raise ValueError(f"grid has no values for {method}: give them under {(method, ablation)}, {method!r} or {kind!r}")
         items += product([method], [ablation], values, seeds)
-    one = partial(_one, name=masked.model.name, task=task, options=options or {}, gap_settings=gap_settings)
-    if _by_name(masked.model):
+    one = partial(find, name=masked.model.name, task=task, options=options or {}, gap_settings=gap_settings)
+    if load_as(masked.model):
         return pd.DataFrame(runs.parallel(partial(one, masked=None), items, desc="circuits"))
     return pd.DataFrame([one(item, masked) for item in runs.progress(items, desc="circuits")])  # it lives here only
 
