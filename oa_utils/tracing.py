@@ -6,16 +6,14 @@ as copies of the prompts. A copy computes only what it can change: the columns f
 corruption, the layers from the first restored one on, and there the last column alone when only that one is restored.
 """
 
-import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 
-import numpy as np
 import pandas as pd
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from oa_utils import runs, stats
 from oa_utils.components import collect, fit
-from oa_utils.models import Edit, Model
+from oa_utils.models import Edit, Model, load_model
 from oa_utils.tasks import Task
 from oa_utils.texts import contexts
 
@@ -262,14 +260,25 @@ def check(model: Model, facts: Task, asked: dict[str, list], layers: Sequence[in
         raise ValueError(f"fact {bad[0]}: its subject, tokens {facts.subject[bad[0]].tolist()}, does not lie in its prompt")
 
 
+loaded = cache(load_model)
+
+
+def _elsewhere(values: tuple, name: str, facts: Task, **about) -> None:
+    """One setting, left in the store by a process that has its own copy of the model."""
+    trace_runs(loaded(name), facts, *values, **about)
+
+
 def trace_runs(model: Model, facts: Task, kind="mlp", position="last", window=5, method="oat", layers=None, sigma=None,
-               settings: TraceSettings | None = None) -> list[runs.Result]:  # fmt: skip
+               settings: TraceSettings | None = None, parallel: bool = False) -> list[runs.Result]:  # fmt: skip
     """As `trace`, with all that is stored: `.numbers` (rows, curves, starts), `.tensors` (w, z, constants, unpatched)."""
     asked, s, done = {"kind": kind, "position": position, "window": window, "method": method}, settings or TraceSettings(), []
     asked = {name: [x] if isinstance(x, str | int) else list(x) for name, x in asked.items()}
     layers = tuple(range(model.n_layers) if layers is None else sorted(set(layers)))
     check(model, facts, asked, layers)
     sigma = spread(model) if sigma is None and "gnt" in asked["method"] else sigma
+    if parallel:
+        about = {"layers": layers, "sigma": sigma, "settings": s}
+        runs.parallel(partial(_elsewhere, name=model.name, facts=facts, **about), product(*asked.values()), desc="tracing")
     for values in runs.progress(list(product(*asked.values())), desc="tracing"):
         job, own = Job(**dict(zip(asked, values, strict=True)), layers=layers), [*TRAINING, "same_constant"]
         if job.method == "gnt":
@@ -284,13 +293,7 @@ def trace(*args, **kwargs) -> pd.DataFrame:
     """AIE of each layer on the test facts: columns kind position window method layer aie se p_clean p_corrupt p_patched n.
 
     `trace(model, facts, kind, position, window, method, layers, sigma, settings)`: kind to method may be lists; `window`
-    counts the layers restored around each one; `sigma` [d] is the noise's unit (see `spread`). Every setting is a run.
+    counts the layers restored around each one; `sigma` [d] is the noise's unit (see `spread`). Every setting is a run;
+    `parallel` computes settings side by side in processes that load the model by its name.
     """
     return pd.concat([result.frame() for result in trace_runs(*args, **kwargs)], ignore_index=True)
-
-
-def concentration(values: Sequence[float]) -> tuple[float, float]:
-    """Share of all AIE that the top ⌈10 %⌉ of layers have, and the entropy of AIE over layers (1: spread evenly)."""
-    values = np.sort(stats.array(values))[::-1]
-    share = values / (values.sum() or np.nan)  # without any AIE both are unknown
-    return float(share[: math.ceil(len(share) / 10)].sum()), float(scipy.stats.entropy(share) / math.log(max(len(share), 2)))

@@ -12,7 +12,7 @@ from oa_utils import runs, stats, tracing
 from oa_utils.models import wrap
 from oa_utils.prompt_map import trace_prompt
 from oa_utils.tasks import Task
-from oa_utils.tracing import Prompts, TraceSettings, concentration, spread, trace, trace_runs, window_of
+from oa_utils.tracing import Prompts, TraceSettings, spread, trace, trace_runs, window_of
 
 VOCAB, WIDTH, N = 60, 10, 14
 QUICK = TraceSettings(draws=2, steps=12, batch=4, check=4)
@@ -320,6 +320,40 @@ def test_a_finished_setting_is_loaded_and_settings_that_do_not_touch_it_are_igno
         trace(models["gpt2"], task, window=1, method="gnt", sigma=SIGMA, settings=replace(QUICK, seed=1))
 
 
+def test_a_killed_run_goes_on_with_the_settings_that_are_missing(models, task, monkeypatch):
+    ask = {"window": [1, 3], "method": ["gnt", "oat"], "sigma": SIGMA, "settings": QUICK}
+    real, done = tracing.setting, []
+
+    def dies(model, facts, job, sigma):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append((job.window, job.method))
+        return real(model, facts, job, sigma)
+
+    monkeypatch.setattr(tracing, "setting", dies)
+    with pytest.raises(KeyboardInterrupt):
+        trace(models["gpt2"], task, **ask)
+    killed, rest = list(done), []
+    monkeypatch.setattr(tracing, "setting", lambda *args: rest.append((args[2].window, args[2].method)) or real(*args))
+    table = trace(models["gpt2"], task, **ask)
+    assert killed + rest == [(1, "gnt"), (1, "oat"), (3, "gnt"), (3, "oat")]
+    monkeypatch.setenv("OA_STORE", str(runs.store() / "anew"))
+    assert table.equals(trace(models["gpt2"], task, **ask))
+
+
+def test_settings_side_by_side_give_the_same_numbers(models, task, monkeypatch):
+    """Other processes, stood in for by calls, leave their results in the store; nothing is left to compute here."""
+    ask = {"window": [1, 3], "method": ["gnt", "oat"], "sigma": SIGMA, "settings": QUICK}
+    alone = trace(models["gpt2"], task, **ask)
+    monkeypatch.setenv("OA_STORE", str(runs.store() / "side by side"))
+    monkeypatch.setattr(tracing, "loaded", {models["gpt2"].name: models["gpt2"]}.__getitem__)
+    real, done = tracing.setting, []
+    monkeypatch.setattr(tracing, "setting", lambda *args: done.append(args[2]) or real(*args))
+    monkeypatch.setattr(runs, "parallel", lambda fn, items, desc: [fn(item) for item in reversed(list(items))])
+    assert alone.equals(trace(models["gpt2"], task, **ask, parallel=True))
+    assert [(job.window, job.method) for job in done] == [(3, "oat"), (3, "gnt"), (1, "oat"), (1, "gnt")]
+
+
 @pytest.mark.parametrize("kind", ["resid", "mlp", "attn"])
 def test_the_map_of_a_prompt_restores_one_token_in_one_layer(model, task, kind):
     one, std = task[[4]], 3 * SIGMA
@@ -337,13 +371,6 @@ def test_the_map_of_a_prompt_restores_one_token_in_one_layer(model, task, kind):
     value = torch.zeros(model.d_model)
     fixed = trace_prompt(model, one, kind=kind, constant=value)
     assert fixed.attrs["p_corrupt"] == pytest.approx(plainly(model, one, constant(model, one, value)).item(), abs=1e-5)
-
-
-def test_concentration_of_even_and_of_single_layers():
-    assert concentration(np.ones(20)) == pytest.approx((0.1, 1.0))
-    assert concentration([0, 0, 0.4, 0]) == pytest.approx((1.0, 0.0))
-    assert concentration([1] * 11)[0] == pytest.approx(2 / 11)
-    assert all(math.isnan(x) for x in concentration([0, 0]))
 
 
 @pytest.mark.parametrize(
