@@ -5,12 +5,14 @@
 import math
 from dataclasses import replace
 
+import joblib
 import pytest
 import torch
 from test_search import PLANTED, dense, make_task, planted, store, task  # noqa: F401
 
-from oa_utils import runs, stats
+from oa_utils import runs, stats, tasks
 from oa_utils.circuits import Circuit
+from oa_utils.masked import MaskedModel
 from oa_utils.search import common, evaluate, gap, random_circuits, sweep
 
 
@@ -118,9 +120,6 @@ def test_sweep_refuses_before_it_computes(planted, task, monkeypatch):
 
 
 def test_workers_load_the_model_by_name(tiny, monkeypatch):
-    from oa_utils import tasks
-    from oa_utils.masked import MaskedModel
-
     monkeypatch.setenv("OA_JOBS", "1")
     masked, task = MaskedModel(tiny), tasks.ioi(tiny, 12)
     table = sweep(masked, task, ["eap"], ["counterfactual", "mean"], {"n_edges": [40, 300]})
@@ -145,3 +144,14 @@ def test_random_circuits_give_up_after_so_many_draws(dense, monkeypatch):
         assert len(random_circuits(dense, 40, n=90, tolerance=0.0)) < 90
     with pytest.raises(ValueError, match="size must be from 1"):
         random_circuits(dense, 10**6)
+
+
+def test_sweep_runs_under_dask(tiny):
+    distributed, masked, task = pytest.importorskip("distributed"), MaskedModel(tiny), tasks.ioi(tiny, 8)
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        distributed.Client(cluster),
+        joblib.parallel_config(backend="dask"),
+    ):
+        there = sweep(masked, task, ["eap"], ["counterfactual"], {"n_edges": [40, 300]})
+    assert there.equals(sweep(masked, task, ["eap"], ["counterfactual"], {"n_edges": [40, 300]}))
