@@ -22,6 +22,9 @@ RECOMPUTE: dict[str, str] = {
     "circuits_gt": "oa_utils.circuit_claims:claim",
     "random_ioi": "oa_utils.null_circuits:claim",
     "random_gt": "oa_utils.null_circuits:claim",
+    "elicitation": "oa_utils.elicitation_claims:claim",
+    "lens": "oa_utils.latent:claim",
+    "faithfulness": "oa_utils.latent:claim",
 }
 MARKS = {True: "✓", False: "✗", None: "–"}
 
