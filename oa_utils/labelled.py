@@ -104,11 +104,12 @@ def _own_sets() -> Iterable[LabelledSet]:
 
 
 def _tiny_sets() -> Iterable[LabelledSet]:
-    """All four classes, and the two pairs of classes that one shift of the language's labels swaps."""
+    """All four classes, the two pairs of classes that one shift of the language's labels swaps, and a control: names."""
     about = {"template": "{text} : {label}", "separator": " ; ", "source": "the bundled model's language"}
     for name, labels in {"things": tiny.LABELS, "animal_tool": tiny.LABELS[::2], "fruit_clothing": tiny.LABELS[1::2]}.items():
         pairs = [(item, label) for label in labels for item in tiny.LANGUAGE["items"][label]]
         yield make_set(name, *zip(*pairs, strict=True), ", ".join(labels), **about)
+    yield make_set("fruit_clothing_ab", *zip(*pairs, strict=True), "fruit=Anna, clothing=Mark", **about, control=True)
 
 
 def _package_sets() -> Iterable[LabelledSet]:

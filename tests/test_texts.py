@@ -346,7 +346,9 @@ def test_contexts_come_from_a_dataset(english, tmp_path, kind):
 
 def test_the_bundled_language_has_lists_of_four_and_of_two_classes(gpt2):
     sets = labelled_sets(gpt2)
-    assert {name: len(s.classes) for name, s in sets.items()} == {"things": 4, "animal_tool": 2, "fruit_clothing": 2}
+    expected = {"things": 4, "animal_tool": 2, "fruit_clothing": 2, "fruit_clothing_ab": 2}
+    assert {name: len(s.classes) for name, s in sets.items()} == expected
+    assert [name for name, s in sets.items() if s.control] == ["fruit_clothing_ab"]
     for s in sets.values():
         assert len(s.texts) == 30 * len(s.classes) and set(Counter(s.labels).values()) == {30}
         pairs = zip(s.texts, s.labels, strict=True)
@@ -395,8 +397,8 @@ def test_package_sets_carry_the_right_labels(english, packages):
 
 def test_the_table_of_sets_shows_one_row_for_each(gpt2):
     table = sets_table(labelled_sets(gpt2))
-    assert list(table.columns) == ["set", "classes", "size", "source", "licence", "example"] and len(table) == 3
-    assert table["size"].tolist() == [120, 60, 60] and all(" : " in example for example in table.example)
+    assert list(table.columns) == ["set", "classes", "size", "source", "licence", "example"] and len(table) == 4
+    assert table["size"].tolist() == [120, 60, 60, 60] and all(" : " in example for example in table.example)
 
 
 def test_a_set_keeps_a_text_once_and_at_most_so_many_of_a_class():
