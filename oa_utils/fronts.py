@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from oa_utils import plots, runs, stats, tasks
@@ -127,9 +128,17 @@ def plot_front(ax: Axes, table: pd.DataFrame, by: str = "method", label: bool = 
         looks = {"color": look["color"], "marker": look["marker"], "label": look["label"] if label else None}
         ax.errorbar(part.n_edges, part.gap, 2 * part.se, ls="", mec="#333333", mew=0.4, elinewidth=0.8, capsize=2, **looks)
     ax.set(xscale="log", yscale="log", xlabel="edges", ylabel="Δ (nats)")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    wide = table.n_edges.max() > 50 * max(1, table.n_edges.min())
+    ax.xaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
     ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def legend(fig: Figure) -> None:
+    """One for all panels, each name once, at the right."""
+    found = {label: handle for ax in fig.axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    fig.legend(found.values(), found, loc="outside right upper", fontsize=8)
 
 
 # ---- numbers
