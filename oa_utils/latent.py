@@ -45,7 +45,7 @@ class Study:
 def sizes(model: Model, budget: str, seed: int = 0) -> Study:
     """The study of both lens notebooks, so that the second finds the lenses of the first in the store."""
     if budget == "test":
-        return Study(train=300, validation=64, test=64, others=(10,), steps=20, seed=seed)
+        return Study(model.d_model + 172, 64, 64, others=(10,), steps=20, seed=seed)
     if budget == "paper":
         return Study(100_000, 2_000, 10_000, others=(5, 10, 15, 35, 50, 75, 100), steps=30_000, batch=150, seed=seed)
     return Study(seed=seed) if model.name == "tiny" else Study(6000, 256, 256, others=(10, 50, 100), steps=300, seed=seed)

@@ -17,7 +17,7 @@ from oa_utils import files, plots
 TOGETHER = {
     "ablations": "zero mean resample cf_mean counterfactual optimal optimal_shared noise",
     "methods": "ugs hcgs acdc eap eap_ig edge_pruning random manual",
-    "lenses": "oca tuned logit mean resample model",
+    "lenses": "oca tuned tuned_random linear logit mean resample model",
     "tracing": "gnt oat model",
 }
 
