@@ -43,7 +43,7 @@ STYLES = {  # name: (label, colour, marker, line)
     "oca": ("OCA lens", BLUE, "o", "-"),
     "tuned": ("tuned lens", RED, "s", "-."),
     "logit": ("logit lens", PURPLE, "P", (0, (3, 1, 1, 1))),
-    "tuned_random": ("tuned, random start", PINK, "h", ":"),
+    "tuned_random": ("tuned, random start", BLACK, "h", ":"),
     "linear": ("linear copy of OCA", SKY, "D", "--"),
     "oat": ("OAT", BLUE, "o", "-"),
     "gnt": ("GNT", PURPLE, "P", (0, (3, 1, 1, 1))),

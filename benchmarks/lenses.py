@@ -1,0 +1,162 @@
+"""What does a training step of a lens cost, for all layers side by side?
+
+1. OCA against the tuned lens, streams given: bar 1.2 × the ratio of their arithmetic (the unembedding of every layer, and
+   for OCA n(n+1)/2 MLP passes more). Random models of GPT-2-small's shape, with `--smollm2` of SmolLM2's.
+2. Our tuned-lens step against the package `tuned-lens` 0.2.0 on the same random weights, tokens and layers, the model's
+   forward included, every position read by both: bar 1. The package lives in a venv of its own (`--peer` names its
+   python; without it one is made in the user's cache), and this file, run by that python with `--time-peer`, times it.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+
+import torch
+
+SLACK = 1.2
+SHAPE = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_positions": 64}
+PEER = ("tuned-lens==0.2.0", "transformers<5")
+
+
+def seconds(call) -> float:
+    """Of the processor where one thread works, which does not count what others take; else of the clock."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
+    call()
+    return clock() - began
+
+
+def random_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**SHAPE, bos_token_id=0, eos_token_id=0)).eval().requires_grad_(False)
+
+
+def random_tokens(n: int, length: int) -> torch.Tensor:
+    return torch.randint(2, 49152, (n, length), generator=torch.Generator().manual_seed(0))
+
+
+def arithmetic(model) -> float:
+    """Multiplications of an OCA step over those of a tuned step, forward and backward alike."""
+    n, d = model.n_layers, model.d_model
+    gated = hasattr(model.bridge.blocks[0].mlp, "gate")
+    read, mlp = d * model.d_vocab, (3 if gated else 2) * d * model.d_mlp
+    return (n * read + n * (n + 1) / 2 * mlp) / (n * (read + d * d))
+
+
+def steps(model, batch: int, repeats: int) -> float:
+    """OCA step over tuned step, taken in turns."""
+    from oa_utils import lenses
+
+    data, spent = lenses.streams(model, random_tokens(batch, 8)), {"tuned": [], "oca": []}
+    trainers = {kind: lenses.Trainer(model, data, lenses.LensSettings(), kind) for kind in spent}
+    for _ in range(repeats + 1):
+        for kind, trainer in trainers.items():
+            optimiser = torch.optim.Adam(trainer.raw.values())
+            step = lambda t=trainer, o=optimiser: (t.losses(data.resid, range(model.n_layers), True), o.step())  # noqa: E731
+            spent[kind].append(seconds(step))
+    tuned, oca = (statistics.median(spent[kind][1:]) for kind in ("tuned", "oca"))
+    print(f"{batch} contexts, {model.n_layers} layers: tuned {tuned:.2f} s, OCA {oca:.2f} s")
+    return oca / tuned
+
+
+def our_step(model, tokens: torch.Tensor, trainer, optimiser) -> None:
+    """Forward, all positions of all contexts as rows, one step of the tuned lens."""
+    kept = []
+    with torch.no_grad():
+        end = model.run(model.embed(tokens), edit=lambda site, i, x: kept.append(x) or x if site == "resid" else x)
+    optimiser.zero_grad()
+    trainer.losses(torch.stack([*kept, end]).flatten(1, 2), range(model.n_layers), True)
+    optimiser.step()
+
+
+def peer_step(model, tokens: torch.Tensor, lens, optimiser) -> None:
+    """The package's own training step: layer by layer, backward at once."""
+    with torch.no_grad():
+        out = model(tokens, output_hidden_states=True)
+    final = out.logits.float().log_softmax(-1)
+    optimiser.zero_grad()
+    for i, hidden in enumerate(out.hidden_states[:-1]):
+        logp = lens(hidden, idx=i).log_softmax(-1)
+        torch.sum(final.exp() * (final - logp), dim=-1).mean().backward()
+    optimiser.step()
+
+
+def time_peer(batch: int, length: int, repeats: int) -> None:
+    from tuned_lens import TunedLens
+
+    model = random_gpt2()
+    tokens, lens = random_tokens(batch, length), TunedLens.from_model(model)
+    for parameter in lens.unembed.parameters():
+        parameter.requires_grad_(False)
+    optimiser = torch.optim.Adam([p for p in lens.parameters() if p.requires_grad], lr=1e-3)
+    print(json.dumps([seconds(lambda: peer_step(model, tokens, lens, optimiser)) for _ in range(repeats + 1)][1:]))
+
+
+def peer_python() -> str | None:
+    """A python that has the package; None, with the reason, where it cannot be had."""
+    from oa_utils.sources import cache_folder
+
+    folder = cache_folder() / "tuned-lens"
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        print(f"installing {PEER[0]} into {folder} (once)")
+        venv.create(folder, with_pip=True)
+        torch_here = f"torch=={torch.__version__.split('+')[0]}"
+        asked = [python, "-m", "pip", "install", "--quiet", torch_here, *PEER]
+        if (done := subprocess.run(asked, capture_output=True, text=True)).returncode:
+            print(f"skipped: {PEER[0]} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+            return None
+        (folder / "ready").touch()
+    return str(python)
+
+
+def against_peer(python: str, batch: int, length: int, repeats: int) -> float | None:
+    from oa_utils import lenses, models
+
+    model, tokens = models.wrap(random_gpt2(), device="cpu"), random_tokens(batch, length)
+    trainer = lenses.Trainer(model, lenses.streams(model, tokens), lenses.LensSettings(), "tuned")
+    optimiser = torch.optim.Adam(trainer.raw.values(), lr=1e-3)
+    ours = [seconds(lambda: our_step(model, tokens, trainer, optimiser)) for _ in range(repeats + 1)][1:]
+    asked = [python, __file__, "--time-peer", "--repeats", str(repeats), "--threads", str(torch.get_num_threads())]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(asked, capture_output=True, text=True, cwd=folder)
+    if done.returncode:
+        print(f"skipped: the peer failed: {done.stderr.strip().splitlines()[-1]}")
+        return None
+    theirs = json.loads(done.stdout.strip().splitlines()[-1])
+    print(f"tuned lens, forward included, {batch} × {length} tokens: ours {statistics.median(ours):.2f} s, "
+          f"tuned-lens {statistics.median(theirs):.2f} s")  # fmt: skip
+    return statistics.median(ours) / statistics.median(theirs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm2", action="store_true", help="also a random model of SmolLM2's shape")
+    parser.add_argument("--peer", help="a python that has tuned-lens")
+    parser.add_argument("--time-peer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.time_peer:
+        return time_peer(4, 16, args.repeats)
+    from components import gpt2, smollm2
+
+    for model in [gpt2(12, 12, 768, 50257), *([smollm2()] if args.smollm2 else [])]:
+        least = arithmetic(model)
+        print(f"OCA / tuned {steps(model, 64, args.repeats):.2f}, arithmetic {least:.2f}, bar {SLACK * least:.2f}")
+    if python := args.peer or peer_python():
+        ratio = against_peer(python, 4, 16, args.repeats)
+        print("" if ratio is None else f"ours / tuned-lens {ratio:.2f}, bar 1")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
