@@ -190,10 +190,10 @@ def _in_worker(fn: Callable, item: Any, parent: int, environment: dict[str, str]
 
 
 def parallel(fn: Callable, items: Iterable, desc: str = "") -> list:
-    """fn of each item, in order: on `OA_JOBS` processes (else one a core), or wherever joblib is told to work."""
+    """fn of each item, in order: on `OA_JOBS` processes (else one a core; for tests none), or where joblib is told to."""
     items = list(items)
     backend, jobs = get_active_backend()
-    jobs = joblib.effective_n_jobs(jobs or int(os.environ.get("OA_JOBS") or joblib.cpu_count()))
+    jobs = joblib.effective_n_jobs(jobs or int(os.environ.get("OA_JOBS") or (1 if budget() == "test" else joblib.cpu_count())))
     n_threads = max(1, min(threads(), joblib.cpu_count() // jobs))
     env = {"OA_STORE": str(store().resolve()), "OA_BUDGET": budget(), "OA_QUIET": "1", "FRESH": str(fresh_since())}
     calls = (joblib.delayed(_in_worker)(fn, item, os.getpid(), env, n_threads) for item in items)
