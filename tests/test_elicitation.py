@@ -259,6 +259,10 @@ def test_claims_say_what_the_table_says():
     assert made["elicitation.boost.false"].measured == pytest.approx(0.2) and made["elicitation.boost.false"].holds
     assert made["elicitation.control.true"].holds and made["elicitation.control.false"].holds
     assert not made["elicitation.false_more"].holds and "elicitation.categories.true" not in made
+    sure = table_of(a=(0, 0, 0)).assign(fair=1.0)
+    assert {c.holds for c in ec.claims(sure) if c.id != "elicitation.false_more"} == {None}
+    below = table_of(a=(0.3, 0.1, 0), ab=(0.2, 0.1, 0)).assign(fair=0.5)  # a model below chance, a lens at chance
+    assert {c.id: c.holds for c in ec.claims(below)}["elicitation.control.true"]
     worse = {c.id: c for c in ec.claims(table_of(a=(0.3, 0.1, 0), ab=(0.2, 0.1, 0)))}
     assert not worse["elicitation.control.true"].holds and not worse["elicitation.control.false"].holds
 
