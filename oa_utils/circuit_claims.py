@@ -50,7 +50,8 @@ def claims(table: pd.DataFrame, task: str, manual: pd.DataFrame | None = None) -
     def add(id: str, text: str, limit: float, of: tuple, than: tuple, said: float | None, note: str = "") -> None:
         if of not in there or than not in there:
             return
-        value, (low, high) = ratio(table, of, than), interval(table, lambda t: ratio(t, of, than))
+        two = table[[pair in (of, than) for pair in zip(table.method, table.ablation, strict=True)]]
+        value, (low, high) = ratio(two, of, than), interval(two, lambda t: ratio(t, of, than))
         holds = bool(value < limit) if np.isfinite(value) else None
         note = note if np.isfinite(value) else "the two fronts span no common size"
         made.append(Claim(f"circuits_{task}.{id}", text, said, _number(value), low, high, holds, note=note))

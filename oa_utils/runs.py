@@ -43,6 +43,7 @@ try:
 except ImportError:
     psutil = None
 
+PARTS = ("search_", "circuit_gaps")  # single circuits: the tables of `fronts` and `null_circuits` hold them
 Numbers, Tensors = dict[str, Any], dict[str, Tensor]
 
 
@@ -243,7 +244,7 @@ def results(model_name: str, experiment: str) -> pd.DataFrame:
 
 
 def publish(model: str | None = None) -> list[Path]:
-    """Copies finished tables to `data/results`, never those of a test; tensors, and what makes no table, stay in the store."""
+    """Copies finished tables to `data/results`, never those of a test; tensors and parts of other tables stay in the store."""
     copied = []
     for path in sorted(store().glob(f"{slug(model) if model else '*'}/*/*.json")):
         try:
@@ -251,7 +252,7 @@ def publish(model: str | None = None) -> list[Path]:
         except BadFile as error:
             warnings.warn(f"{error}: not published", stacklevel=2)
             continue
-        if record["budget"] != "test" and any(_rows(record["numbers"])):
+        if record["budget"] != "test" and any(_rows(record["numbers"])) and not path.parent.name.startswith(PARTS):
             copied.append(published() / path.relative_to(store()))
             write_bytes(copied[-1], path.read_bytes())
     return copied
