@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ from oa_utils.fronts import (
     manual_gaps,
     paper_front,
     ratio,
+    ratio_of,
     variants,
 )
 from oa_utils.masked import MaskedModel
@@ -34,10 +35,11 @@ PAPER = {"ioi": {"counterfactual": 0.32, "mean": 0.62, "resample": 0.88}, "gt": 
 MANUAL_GAP = {"ioi": 0.29, "gt": 0.42}  # the best circuit's Δ_opt below that of the manual one
 
 
-def interval(table: pd.DataFrame, statistic: Callable[[pd.DataFrame], float], n: int = 200, seed: int = 0) -> tuple:
-    """95 % of what the statistic could be if each gap varied by its standard error over prompts."""
-    rng = np.random.default_rng(seed)
-    drawn = [statistic(table.assign(gap=np.abs(rng.normal(table.gap, table.se)))) for _ in range(n)]
+def interval(table: pd.DataFrame, one: tuple[str, str], other: tuple[str, str], n: int = 200, seed: int = 0) -> tuple:
+    """95 % of what the ratio of two fronts could be if each gap varied by its standard error over prompts."""
+    rng, columns = np.random.default_rng(seed), ["n_edges", "gap", "se"]
+    fronts_of = [table[(table.method == m) & (table.ablation == a)][columns].to_numpy() for m, a in (one, other)]
+    drawn = [ratio_of(*(np.stack([f[:, 0], np.abs(rng.normal(f[:, 1], f[:, 2]))], 1) for f in fronts_of)) for _ in range(n)]
     drawn = [x for x in drawn if np.isfinite(x)]
     return tuple(float(x) for x in np.quantile(drawn, [0.025, 0.975])) if drawn else (None, None)
 
@@ -50,8 +52,7 @@ def claims(table: pd.DataFrame, task: str, manual: pd.DataFrame | None = None) -
     def add(id: str, text: str, limit: float, of: tuple, than: tuple, said: float | None, note: str = "") -> None:
         if of not in there or than not in there:
             return
-        two = table[[pair in (of, than) for pair in zip(table.method, table.ablation, strict=True)]]
-        value, (low, high) = ratio(two, of, than), interval(two, lambda t: ratio(t, of, than))
+        value, (low, high) = ratio(table, of, than), interval(table, of, than)
         holds = bool(value < limit) if np.isfinite(value) else None
         note = note if np.isfinite(value) else "the two fronts span no common size"
         made.append(Claim(f"circuits_{task}.{id}", text, said, _number(value), low, high, holds, note=note))

@@ -5,6 +5,7 @@ those of the label words alone. Accuracy is calibrated (Halawi et al.): a contex
 score is above its own (L−1)/L quantile over contexts, so that a lens that always says the same word gets 1/L.
 """
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -34,7 +35,7 @@ LABEL_TOKENS = 4  # a longer label is more a sentence than a word, and its first
 
 @dataclass(frozen=True)
 class ElicitSettings:
-    n: int = 200  # contexts of a set, twice as many where it has more than 4 classes
+    n: int = 200  # contexts of a set, twice as many where it has more than 4 classes; rounded up to whole rounds of labels
     shots: tuple[int, ...] = (0, 1, 2, 3, 5, 7, 10)  # numbers of demonstrations read; the last is how many a context has
     length: int = 0  # tokens of a context at most; 0: as many as the model takes
     texts: int = 256  # running texts that the lenses learn from
@@ -63,9 +64,9 @@ class Prompts:
 
 
 def balanced(n: int, places: int, n_classes: int, rng: np.random.Generator) -> Int[ndarray, "n places"]:
-    """Classes at random, with equal counts at every place in each half of the contexts (off by one where they must)."""
-    halves = [np.arange(m)[:, None] + rng.integers(n_classes, size=places) for m in (n // 2, n - n // 2)]
-    return np.concatenate([rng.permuted(half % n_classes, axis=0) for half in halves])
+    """Classes at random, with equal counts at every place in each half of the contexts (n: whole rounds in each)."""
+    half = np.arange(n // 2)[:, None].repeat(places, 1) % n_classes
+    return np.concatenate([rng.permuted(half, axis=0) for _ in range(2)])
 
 
 def shortened(model: Model, s: LabelledSet, text: str, room: int) -> str:
@@ -84,15 +85,16 @@ def prompts(model: Model, s: LabelledSet, settings: ElicitSettings) -> Prompts:
     In a control the labels are dealt anew to the classes in each context, so that no word fits a class by chance.
     """
     shots, ids, L = settings.shots, s.label_ids(model), len(s.classes)
-    if not shots or list(shots) != sorted(set(shots)) or shots[0] < 0 or settings.n < 4:
-        raise ValueError(f"shots grow from 0 or more, n is 4 or more: not {shots}, {settings.n}")
+    if not shots or list(shots) != sorted(set(shots)) or shots[0] < 0 or settings.n < 1:
+        raise ValueError(f"shots grow from 0 or more, n is 1 or more: not {shots}, {settings.n}")
     if long := [word for word in s.classes if len(model.encode(f" {word}")) > LABEL_TOKENS]:
         raise ValueError(f"labels of '{s.name}' have more than {LABEL_TOKENS} tokens for '{model.name}': {', '.join(long)}")
     pools = [np.flatnonzero(np.array(s.labels) == i) for i in range(L)]
     if few := [f"{s.classes[i]} {len(pool)}" for i, pool in enumerate(pools) if len(pool) <= shots[-1]]:
         raise ValueError(f"{shots[-1]} demonstrations and a query need {shots[-1] + 1} texts of each class of '{s.name}', "
                          f"there are only: {', '.join(few)}")  # fmt: skip
-    n, rng = settings.n * (1 + (L > 4)), np.random.default_rng([settings.seed, zlib.crc32(s.name.encode())])
+    n = math.ceil(settings.n * (1 + (L > 4)) / (2 * L)) * 2 * L
+    rng = np.random.default_rng([settings.seed, zlib.crc32(s.name.encode())])
     labels, shift, deal = balanced(n, shots[-1] + 1, L, rng), rng.integers(1, L, n), rng.integers(L if s.control else 1, size=n)
     chosen = np.empty_like(labels)
     for i, row in enumerate(labels):

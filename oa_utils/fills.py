@@ -60,6 +60,9 @@ class Activations(NamedTuple):
         """The fill of these examples, for micro-batches or for several masks on one prompt."""
         return Activations(*(part[index] for part in self))
 
+    def cut(self, length: int) -> Activations:
+        return Activations(*(part[:, :length] for part in self))
+
     def _at(self, masked: MaskedModel, batch: int, length: int) -> Fill:
         model = masked.model
         wanted = [batch, length, model.n_layers, model.n_heads, model.d_head]

@@ -152,11 +152,16 @@ def at_size(table: pd.DataFrame, method: str, ablation: str, size: float | np.nd
 
 def ratio(table: pd.DataFrame, one: tuple[str, str], other: tuple[str, str]) -> float:
     """Δ of one (method, ablation) over that of the other at equal size: geometric mean over the sizes both fronts span."""
-    spans = [table[(table.method == m) & (table.ablation == a)].n_edges for m, a in (one, other)]
-    if min(map(len, spans)) == 0:
+    parts = [table[(table.method == m) & (table.ablation == a)] for m, a in (one, other)]
+    return ratio_of(*(part[["n_edges", "gap"]].to_numpy() for part in parts))
+
+
+def ratio_of(one: np.ndarray, other: np.ndarray) -> float:
+    """The same of arrays [circuit, (size, Δ)]; NaN where no size lies on both fronts."""
+    if min(len(one), len(other)) == 0:
         return np.nan
-    low, high = max(s.min() for s in spans), min(s.max() for s in spans)
+    low, high = max(one[:, 0].min(), other[:, 0].min()), min(one[:, 0].max(), other[:, 0].max())
     sizes = np.geomspace(max(low, 1), max(high, 1), 20)
     with np.errstate(all="ignore"):
-        logs = np.log(at_size(table, *one, sizes)) - np.log(at_size(table, *other, sizes))
+        logs = np.log(stats.interpolate(*one.T, sizes)) - np.log(stats.interpolate(*other.T, sizes))
     return float(np.exp(np.nanmean(logs))) if low <= high and np.isfinite(logs).any() else np.nan

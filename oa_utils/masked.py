@@ -32,6 +32,7 @@ class MaskedModel:
         self.W_O = self.centre(torch.stack([layer.W_O for layer in model.layers])).contiguous()
         self.b_O = self.centre(torch.stack([layer.b_O for layer in model.layers]))
         self._first: dict[int, Tensor] = {}
+        self.kept: dict[tuple, Constants | Activations] = {}  # fills that a search needs again and again
         self._check_norms()
 
     def centre(self, x: Tensor) -> Tensor:
@@ -75,6 +76,12 @@ class MaskedModel:
         embed = self.model.embed(tokens.to(self.model.device))
         self.model.run(embed, edit=keep)
         return Activations(embed, *(torch.stack(seen[site], dim=2) for site in ("z", "attn", "mlp")))
+
+    def activation_bytes(self, length: int) -> int:
+        """What `activations` of one prompt take."""
+        model = self.model
+        floats = model.d_model + model.n_layers * (model.n_heads * model.d_head + 2 * model.d_model)
+        return length * model.dtype.itemsize * floats
 
     def chunk_size(self, length: int) -> int:
         """About how many bytes one prompt of `length` tokens takes, forward and backward: for `runs.micro_batch`."""

@@ -14,7 +14,7 @@ from oa_utils import elicitation_claims as ec
 from oa_utils import lenses, runs
 from oa_utils.labelled import LabelledSet, labelled_sets
 
-SMALL = el.ElicitSettings(n=12, shots=(0, 2, 3), texts=8, text_length=16, positions=4, steps=2)
+SMALL = el.ElicitSettings(n=16, shots=(0, 2, 3), texts=8, text_length=16, positions=4, steps=2)
 
 
 @pytest.fixture(params=["gpt2", "llama"])
@@ -84,6 +84,15 @@ def test_the_layer_is_chosen_on_one_half_and_measured_on_the_other():
 # Prompts
 
 
+def test_contexts_are_rounded_up_to_whole_rounds_of_labels(gpt2, things):
+    kept = [i for i, label in enumerate(things.labels) if label < 3]
+    three = replace(things, texts=tuple(things.texts[i] for i in kept), labels=tuple(things.labels[i] for i in kept),
+                    classes=things.classes[:3])  # fmt: skip
+    assert len(el.prompts(gpt2, three, replace(SMALL, n=20)).labels) == 24
+    six = replace(things, labels=tuple(i % 6 for i in range(len(things.texts))), classes=(*things.classes, "Anna", "Mark"))
+    assert len(el.prompts(gpt2, six, replace(SMALL, n=20)).labels) == 48  # twice as many: 40
+
+
 def test_labels_are_balanced_at_every_place_of_each_half():
     labels = el.balanced(32, 5, 4, np.random.default_rng(0))
     for half in (labels[:16], labels[16:]):
@@ -107,7 +116,7 @@ def test_false_demonstrations_differ_in_their_labels_alone_and_in_each_of_them(m
 def test_a_context_has_k_demonstrations_and_a_query_that_is_read_before_its_label(model):
     for s in labelled_sets(model).values():
         made, ids = el.prompts(model, s, SMALL), s.label_ids(model)
-        for i, row in enumerate(made.rows[:12]):
+        for i, row in enumerate(made.rows[:16]):
             parts = text_of(model, row).split(" ; ")
             assert len(parts) == 1 + SMALL.shots[-1] and parts[-1] == f"{s.texts[made.chosen[i][-1]]} :"
             with_bos = [model.bos, *row]
@@ -118,7 +127,7 @@ def test_a_context_has_k_demonstrations_and_a_query_that_is_read_before_its_labe
             if not s.control:
                 assert [s.labels[j] for j in made.chosen[i][[*SMALL.shots]]] == made.labels[i].tolist()
             assert len(set(made.chosen[i])) == len(made.chosen[i])
-        assert (np.bincount(made.labels[:6, -1], minlength=len(ids)) >= 6 // len(ids)).all()
+        assert all((np.bincount(half) == 8 // len(ids)).all() for half in (made.labels[:8, -1], made.labels[8:, -1]))
 
 
 def test_a_controls_words_are_dealt_anew_in_each_context(gpt2):
@@ -171,7 +180,7 @@ def test_reads_are_the_streams_of_each_prompt_alone(model, things):
             alone = lenses.streams(model, torch.tensor([[model.bos, *made.rows[i]]]))
             torch.testing.assert_close(resid[:, b, -1], alone.resid[:, 0], rtol=0, atol=1e-4)
             torch.testing.assert_close(attn[:, b, -1], alone.pool[:, 0], rtol=0, atol=1e-4)
-    assert sorted(seen) == list(range(24))
+    assert sorted(seen) == list(range(32))
 
 
 def test_text_streams_hold_the_chosen_tokens(model):
@@ -189,14 +198,14 @@ def test_scores_are_the_lenss_probabilities_of_the_labels_and_last_the_models_ow
     made, ids = el.prompts(model, things, SMALL), things.label_ids(model)
     lens = el.train_lenses(model, SMALL)
     scores = el.score(model, things, lens, SMALL).tensors["scores"]
-    assert scores.shape == (3, model.n_layers + 1, 2, 12, 3, 4)
+    assert scores.shape == (3, model.n_layers + 1, 2, 16, 3, 4)
     tokens, last = model.pad(made.rows)
-    own = model(tokens, last)[:, ids].log_softmax(-1).unflatten(0, (2, 12))
+    own = model(tokens, last)[:, ids].log_softmax(-1).unflatten(0, (2, 16))
     for k, each in enumerate(lens.values()):
         torch.testing.assert_close(scores[k, -1, :, :, -1], own, rtol=0, atol=1e-4)
         data = lenses.streams(model, tokens, last)
         for layer in range(model.n_layers):
-            want = each.log_probs(data.resid[layer], layer)[:, ids].log_softmax(-1).unflatten(0, (2, 12))
+            want = each.log_probs(data.resid[layer], layer)[:, ids].log_softmax(-1).unflatten(0, (2, 16))
             torch.testing.assert_close(scores[k, layer, :, :, -1], want, rtol=0, atol=1e-3)
     torch.testing.assert_close(scores[:, :, 0, :, 0], scores[:, :, 1, :, 0], rtol=0, atol=1e-4)  # no demonstration yet
 

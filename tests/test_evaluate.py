@@ -13,7 +13,7 @@ from test_search import PLANTED, dense, make_task, planted, store, task  # noqa:
 from oa_utils import runs, stats, tasks
 from oa_utils.circuits import Circuit
 from oa_utils.masked import MaskedModel
-from oa_utils.search import common, evaluate, gap, random_circuits, sweep
+from oa_utils.search import common, evaluate, filling, gap, random_circuits, sweep
 
 
 def circuit_of(masked, mask=None, method="own") -> Circuit:
@@ -38,7 +38,7 @@ def test_full_circuit_has_no_gap(planted, task, ablation):
 def test_gap_is_the_mean_kl_over_test_prompts(dense, ablation):
     task, circuit = make_task(dense.model, 32), half(dense)
     g = gap(dense, task, circuit, ablation)
-    fill, part = common.fill_for(dense, task, ablation, "test")(torch.arange(16)), task.test
+    fill, part = filling.fill_for(dense, task, ablation, "test")(torch.arange(16)), task.test
     each = stats.kl(part.log_probs(dense.model), dense(part.tokens, part.last, circuit.mask.float()[None], fill))
     torch.testing.assert_close(g.each, each, rtol=1e-4, atol=1e-5)
     assert (g.mean, g.se) == pytest.approx(stats.mean_se(each), rel=1e-4) and g.n == 16 and float(g) == g.mean
@@ -56,7 +56,7 @@ def test_optimal_constants_beat_the_means_on_train_prompts(dense):
     g = gap(dense, task, circuit, "optimal", **QUICK)
     steps, values = zip(*g.curve, strict=True)
     assert list(steps) == [0, 10, 20, 30, 40] and min(values) < 0.8 * values[0]
-    start, part = common.constants_for(dense, task, "optimal"), task.train
+    start, part = filling.constants_for(dense, task, "optimal"), task.train
     fills, full = [lambda rows, c=c: c for c in (start, g.constants)], part.log_probs(dense.model)
     measured = [evaluate.measure(dense, part, circuit.mask, fill, full).mean().item() for fill in fills]
     assert measured == pytest.approx([values[0], min(values)], rel=1e-4)

@@ -13,7 +13,7 @@ from oa_utils import runs, stats
 from oa_utils.graph import Edge, Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.models import wrap
-from oa_utils.search import acdc, common, eap, eap_ig, edge_pruning, evaluate, hcgs, ugs
+from oa_utils.search import acdc, common, eap, eap_ig, edge_pruning, evaluate, filling, hcgs, ugs
 from oa_utils.search.eap import EAPSettings, Scores, eap_scores, top_edges
 from oa_utils.tasks import Task
 
@@ -347,7 +347,7 @@ def test_larger_price_gives_fewer_edges(dense, search):
 
 def price_of(masked, task, share=60.0) -> float:
     """A price at which some edges are worth it: a small share of the gap of the empty circuit."""
-    fill, part = common.fill_for(masked, task, "counterfactual"), task.train
+    fill, part = filling.fill_for(masked, task, "counterfactual"), task.train
     empty = evaluate.measure(masked, part, torch.zeros(len(masked.graph)), fill, part.log_probs(masked.model))
     return empty.mean().item() / share
 
@@ -426,7 +426,7 @@ def difference(masked, task, mask, fill):
 def test_eap_is_the_slope_of_the_logit_difference(dense):
     """Finite differences; several edges together change it by the sum of their scores."""
     task = make_task(dense.model, 16)
-    scores, fill = eap_scores(dense, task, EAPSettings("mean")), common.constants_for(dense, task, "mean")
+    scores, fill = eap_scores(dense, task, EAPSettings("mean")), filling.constants_for(dense, task, "mean")
     ones, h = torch.ones(len(dense.graph)), 0.02
     for which in ([0], [7], [60], list(range(20, 26)), [3, 30, 80]):
         up, down = ones.clone(), ones.clone()
@@ -447,7 +447,7 @@ def test_path_of_inputs_averages_slopes_at_mixed_embeddings(dense, ablation):
     """By hand: the score of an edge into out, whose slope is that of the stream at the end."""
     task = make_task(dense.model, 8)
     part, model = task.train, dense.model
-    values, fill = dense.activations(part.tokens), common.fill_for(dense, task, ablation)(torch.arange(4))
+    values, fill = dense.activations(part.tokens), filling.fill_for(dense, task, ablation)(torch.arange(4))
     wrote = values.mlps[:, -1, 1] - (fill.mlps[:, -1, 1] if ablation == "counterfactual" else fill.mlps[-1, 1])
     clean = values.embed
     corrupt = (fill.embed if ablation == "counterfactual" else fill.embed[None].expand_as(clean)).clone()
@@ -499,7 +499,7 @@ def test_top_edges_takes_as_many_as_fit():
 
 def test_fills_are_those_of_their_ablation(dense):
     task, rows = make_task(dense.model, 16), torch.tensor([3, 1])
-    part, fills = task.test, {a: common.fill_for(dense, task, a, "test") for a in common.ABLATIONS}
+    part, fills = task.test, {a: filling.fill_for(dense, task, a, "test") for a in common.ABLATIONS}
     seen = dense.activations(task.train.tokens)
     torch.testing.assert_close(fills["mean"](rows).mlps[2], seen.mlps[:, 2].mean(0), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(fills["mean"](rows).embed[1], seen.embed[:, 1].mean(0), atol=1e-5, rtol=1e-4)

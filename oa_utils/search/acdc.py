@@ -15,7 +15,8 @@ from torch import Tensor
 from oa_utils import runs, stats
 from oa_utils.circuits import Circuit
 from oa_utils.masked import MaskedModel
-from oa_utils.search.common import batch, check, chunks, edges_of, fill_for, stored
+from oa_utils.search.common import batch, check, chunks, edges_of, stored
+from oa_utils.search.filling import fill_for
 from oa_utils.tasks import Task
 
 VERSION = 1

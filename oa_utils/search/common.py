@@ -1,4 +1,4 @@
-"""What the searches share: fills for prompts, the price of a circuit, and the loop that trains a distribution over masks.
+"""What the searches share: the price of a circuit, and the loop that trains a distribution over masks.
 
 A step draws a few prompts and several masks for each, prunes dangling edges mask by mask, runs the masked model, and moves
 the distribution down the gradient of KL(full ‖ masked) + price. What differs between algorithms is the `Sampler`.
@@ -17,15 +17,15 @@ from torch import Tensor
 from oa_utils import ablation as ab
 from oa_utils import runs, stats
 from oa_utils.circuits import Circuit
-from oa_utils.fills import Activations, Constants
+from oa_utils.fills import Constants
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
+from oa_utils.search.filling import fill_for
 from oa_utils.tasks import Task
 
 ABLATIONS = tuple(a for a in ab.ABLATIONS if a != "noise")  # noise has no edge form
 LEVELS, PRUNING = ("edge", "vertex"), ("sample", "batch", "none")
 BINS, REPORTS = 20, 30  # of the histograms in a history, and of its entries
-Fills = Callable[..., Constants | Activations]  # fill(rows, rng): of these prompts; resampling draws partners anew by rng
 
 
 def check(task: Task, ablation: str, lam=0.0, level="edge", n_edges=0, graph: Graph | None = None, fixed: str = "") -> None:
@@ -48,45 +48,6 @@ def check(task: Task, ablation: str, lam=0.0, level="edge", n_edges=0, graph: Gr
         task.need_counterfactual()
     if ablation == "resample":
         task.train.partners()
-
-
-def constants_for(masked: MaskedModel, task: Task, ablation: str) -> Constants:
-    """Constants from the train part: for `zero`, `mean`, `cf_mean`, and those that training of `optimal` starts from."""
-    model, train = masked.model, task.train
-    embed = ab.Site("embed", "embed", "pre", 0, slice(0, model.d_model))  # token and position, as the graph's vertex
-    sites = [embed, *(ab.parse(f"{kind}{i}", model) for kind in "am" for i in range(model.n_layers))]
-    if ablation == "zero":
-        rows = {site.name: ab.zero(site, model) for site in sites}
-    else:
-        tokens = train.need_counterfactual() if ablation == "cf_mean" else train.tokens
-        means = ab.means(model, tokens, train.last, sites)
-        rows = {name: found.rows("shared" if ablation == "optimal" else "position") for name, found in means.items()}
-    heads, mlps = (torch.stack([rows[f"{kind}{i}"] for i in range(model.n_layers)], 1) for kind in "am")  # [P layer _]
-    found = Constants(rows["embed"], heads.unflatten(-1, (model.n_heads, model.d_head)), mlps)
-    return Constants(*(part[0] for part in found)) if ablation == "optimal" else found
-
-
-def fill_for(masked: MaskedModel, task: Task, ablation: str, part: str = "train", seed: int = 0) -> Fills:
-    """A function that gives the fill of rows of a part; constants always come from the train part."""
-    prompts = getattr(task, part)
-
-    def activations(tokens: Int[Tensor, "b pos"], rows: Int[Tensor, " b"]) -> Activations:
-        return masked.activations(tokens[:, : int(prompts.last[rows].max()) + 1])
-
-    if ablation == "counterfactual":
-        tokens = prompts.need_counterfactual()
-        return lambda rows, rng=None: activations(tokens[rows], rows)
-    if ablation == "resample":
-        fixed, n = prompts.partners(seed), len(prompts)
-
-        def resample(rows: Int[Tensor, " b"], rng: torch.Generator | None = None) -> Activations:
-            partners = fixed[rows] if rng is None else (rows + torch.randint(1, n, rows.shape, generator=rng)) % n
-            both, order = prompts[torch.cat([rows, partners])], torch.arange(2 * len(rows))
-            return activations(both.resampled(order.roll(len(rows)))[: len(rows)], rows)
-
-        return resample
-    constants = constants_for(masked, task, ablation)
-    return lambda rows, rng=None: constants
 
 
 def batch(part: Task, rows: Int[Tensor, " b"]) -> tuple[Int[Tensor, "b pos"], Int[Tensor, " b"]]:

@@ -19,7 +19,8 @@ from oa_utils.components import score
 from oa_utils.fills import Constants
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
-from oa_utils.search.common import as_circuit, batch, check, chunks, fill_for
+from oa_utils.search.common import as_circuit, batch, check, chunks
+from oa_utils.search.filling import fill_for
 from oa_utils.tasks import Task
 
 VERSION = 1

@@ -16,7 +16,8 @@ from torch import Tensor
 from oa_utils import runs, stats
 from oa_utils.fills import Activations, Constants
 from oa_utils.masked import MaskedModel
-from oa_utils.search.common import batch, chunks, fill_for
+from oa_utils.search.common import batch, chunks
+from oa_utils.search.filling import fill_for
 from oa_utils.search.hcgs import hard_concrete, uniform
 from oa_utils.search.ugs import draw, normalise, window
 from oa_utils.tasks import Task

@@ -20,9 +20,10 @@ from oa_utils.fills import Constants
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model, load_model
 from oa_utils.search.acdc import acdc
-from oa_utils.search.common import Fills, batch, check, chunks, constants_for, fill_for
+from oa_utils.search.common import batch, check, chunks
 from oa_utils.search.eap import eap, eap_ig
 from oa_utils.search.edge_pruning import edge_pruning
+from oa_utils.search.filling import Fills, constants_for, fill_for
 from oa_utils.search.hcgs import hcgs
 from oa_utils.search.ugs import ugs
 from oa_utils.tasks import Task
