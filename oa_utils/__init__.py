@@ -1,6 +1,6 @@
 """Optimal ablation for interpretability: the hooks, searches, tracing and lenses behind the notebooks."""
 
-from oa_utils import claims, plots, runs, stats, tasks
+from oa_utils import claims, elicitation, faithfulness, lenses, plots, runs, stats, tasks
 from oa_utils.ablation import Subspace, all_components
 from oa_utils.circuits import Circuit, draw
 from oa_utils.components import ComponentSettings, component_gaps, component_values, optimal_constants, train_constants
@@ -19,6 +19,7 @@ from oa_utils.tracing import TraceSettings, trace
 __all__ = [
     "Activations", "Circuit", "ComponentSettings", "Constants", "Edge", "Graph", "MaskedModel", "Model", "Subspace", "Task",
     "TraceSettings", "acdc", "all_components", "claims", "component_gaps", "component_values", "contexts", "draw", "eap",
-    "eap_ig", "edge_pruning", "facts", "gap", "hcgs", "labelled_sets", "load_model", "optimal_constants", "plots",
-    "random_circuits", "results", "runs", "stats", "sweep", "tasks", "trace", "trace_prompt", "train_constants", "ugs",
+    "eap_ig", "edge_pruning", "elicitation", "facts", "faithfulness", "gap", "hcgs", "labelled_sets", "lenses", "load_model",
+    "optimal_constants", "plots", "random_circuits", "results", "runs", "stats", "sweep", "tasks", "trace", "trace_prompt",
+    "train_constants", "ugs",
 ]  # fmt: skip
