@@ -157,7 +157,7 @@ def claim(model_name: str, id: str) -> float:
     records = [runs.read_json(path) for path in sorted(published.glob(f"{task}_*.json"))]
     if not records:
         raise LookupError(f"no published fronts of {model_name} for task {task}")
-    settings = FrontSettings(**records[-1]["settings"])
+    settings = FrontSettings(**max((r["settings"] for r in records), key=lambda s: len(s["grid"])))
     kind, masked = id.split(".")[1], MaskedModel(load_model(model_name))
     with elsewhere():
         if kind in OTHERS:
