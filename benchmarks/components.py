@@ -13,7 +13,7 @@ import time
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from oa_utils import ablation, components, models
+from oa_utils import ablation, components, models, runs
 from oa_utils.tasks import Task
 
 BAR = 0.6
@@ -57,7 +57,7 @@ def forwards(model: models.Model, task: Task, copies: int, total: int) -> float:
 def bench(model: models.Model, n: int, length: int, repeats: int) -> tuple[float, list[float]]:
     """Seconds of all components under mean ablation (means and clean streams counted), and of full forwards."""
     task, names = random_task(model, 2 * n, length), ablation.all_components(model)
-    copies = max(1, ablation.PASS_TOKENS // (n * length))
+    copies = max(1, runs.PASS_TOKENS // (n * length))
     ours, plain, stacked = [], [], []
     for _ in range(repeats):
         ours.append(seconds(lambda: components.component_values(model, task, names, ["mean"], store=False)))

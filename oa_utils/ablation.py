@@ -28,7 +28,6 @@ WITH_FAMILY = ("mean", "cf_mean", "optimal")
 KINDS = {"head": "a{}.h{}", "mlp": "m{}", "attn": "a{}", "neuron": "m{}.n{}", "tok": "tok"}
 STAGE = {"tok": "pre", "z": "mid", "hidden": "post", "mlp": "post"}  # the stream that a change at a site is added to
 LATE = 9  # the shared mean leaves out earlier positions, as in the paper, where prompts are long enough
-PASS_TOKENS = 2048  # tokens in one pass on a CPU: more would fall out of its caches
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +145,7 @@ class Stream:
         self.model, self.tokens, self.last = model, tokens.to(model.device), last.to(model.device)
         self.layer, self.kept, many = 0, None, 16 * len(tokens)
         self.keep = runs.micro_batch(many, tokens.shape[1] * model.d_model * model.dtype.itemsize) == many
-        self.chunk = max(1, PASS_TOKENS * (1 if model.device.type == "cpu" else 32) // tokens.shape[1])
+        self.chunk = runs.in_a_pass(model, tokens.shape[1])
 
     def chunks(self, size: int, rows: Int[Tensor, " k"] | None = None) -> Iterator[Int[Tensor, " b"]]:
         """Rows by length, so that each chunk can be cut behind its longest prompt."""

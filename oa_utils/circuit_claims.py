@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -151,7 +147,7 @@ OTHERS = {  # claims that do not stand on the fronts themselves
 
 
 def claim(model_name: str, id: str) -> float:
-    """Measure a claim about fronts anew, with the settings of the published table, storing nothing."""
+    """Measure a claim about fronts with the settings of the published table."""
     task, words = id.split(".")[0].removeprefix("circuits_"), set(id.split(".")[1:])
     published = runs.published() / runs.slug(model_name) / "fronts"
     records = [runs.read_json(path) for path in sorted(published.glob(f"{task}_*.json"))]
@@ -159,26 +155,11 @@ def claim(model_name: str, id: str) -> float:
         raise LookupError(f"no published fronts of {model_name} for task {task}")
     settings = FrontSettings(**max((r["settings"] for r in records), key=lambda s: len(s["grid"])))
     kind, masked = id.split(".")[1], MaskedModel(load_model(model_name))
-    with elsewhere():
-        if kind in OTHERS:
-            return {c.id: c.measured for c in OTHERS[kind](masked, settings)}[id]
+    if kind in OTHERS:
+        return {c.id: c.measured for c in OTHERS[kind](masked, settings)}[id]
     methods = {"front": {"ugs", *words}, "ablation": {"ugs"}, "edge_pruning": {"hcgs", "edge_pruning"}}.get(kind, {"ugs"})
     ways = {"front": words, "ablation": {"optimal", *words}, "edge_pruning": {EDGE_PRUNING[task]}}.get(kind, set(WAYS))
     grid = tuple((m, a, tuple(v)) for m, a, v in settings.grid if m in methods and a in ways)
     settings = replace(settings, grid=grid, seeds=settings.seeds[:1])
-    with elsewhere():
-        table = fronts(masked, settings)
-        found = claims(table, task, manual_gaps(masked, settings) if kind == "manual" else None)
+    found = claims(fronts(masked, settings), task, manual_gaps(masked, settings) if kind == "manual" else None)
     return {c.id: c.measured for c in found}[id]
-
-
-@contextmanager
-def elsewhere() -> Iterator[None]:
-    """An empty store for a while: whatever is asked for is computed anew, and nothing is kept."""
-    with tempfile.TemporaryDirectory() as folder:
-        before, os.environ["OA_STORE"] = os.environ.get("OA_STORE"), folder
-        try:
-            yield
-        finally:
-            os.environ.pop("OA_STORE")
-            os.environ |= {"OA_STORE": before} if before is not None else {}

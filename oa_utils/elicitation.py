@@ -20,7 +20,6 @@ from numpy import ndarray
 from torch import Tensor
 
 from oa_utils import lenses, runs, stats
-from oa_utils.ablation import PASS_TOKENS
 from oa_utils.labelled import LabelledSet
 from oa_utils.lenses import Lens, LensSettings, Streams
 from oa_utils.models import Model
@@ -131,7 +130,7 @@ def _tokens(model: Model, s: LabelledSet, texts: Sequence[str], labels: Sequence
 def reads(model: Model, rows: Sequence[Sequence[int]], at: Int[Tensor, "n places"], start: int = 0) -> Iterator[Read]:
     """In one forward of each row, streams and attention outputs at its places: batch by batch, from the start-th on."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    size = max(1, PASS_TOKENS * (1 if model.device.type == "cpu" else 32) // (1 + len(rows[order[-1]])))
+    size = runs.in_a_pass(model, 1 + len(rows[order[-1]]))
     for i in runs.progress(range(start * size, len(rows), size), desc=f"reading {len(rows):,} contexts"):
         batch, kept = order[i : i + size], {"resid": [], "attn": []}
         tokens, _ = model.pad([rows[j] for j in batch])

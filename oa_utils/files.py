@@ -1,5 +1,6 @@
 """Where results live and how they are written: whole or not at all, strict JSON, sealed by a hash."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -9,6 +10,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,17 @@ def scratch() -> tempfile.TemporaryDirectory:
 def store() -> Path:
     """Where results are kept: `OA_STORE`, else `.oa` in the repository, or a temporary folder for the test budget."""
     return Path(os.environ.get("OA_STORE") or (scratch().name if budget() == "test" else REPO / ".oa"))
+
+
+@contextlib.contextmanager
+def empty_store() -> Iterator[None]:
+    """For a while nothing is stored: whatever is asked for is computed anew, and nothing of it is kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        before, os.environ["OA_STORE"] = os.environ.get("OA_STORE"), folder
+        try:
+            yield
+        finally:
+            os.environ.pop("OA_STORE") if before is None else os.environ.update(OA_STORE=before)
 
 
 def published() -> Path:

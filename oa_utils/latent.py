@@ -1,7 +1,5 @@
 """The lens experiments as a whole: what is trained on which text, the tables of paper §5 and their claims."""
 
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -182,17 +180,12 @@ def claim(model_name: str, id: str) -> float:
         picked = {name: first.get(f"settings.{name}", first.get(name)) for name in kind.__dataclass_fields__}
         return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in picked.items()})
 
-    model, study, before = load_model(model_name), made_with("latent_prediction", Study), os.environ.get("OA_STORE")
-    with tempfile.TemporaryDirectory() as folder:  # nothing that was trained before counts
-        os.environ["OA_STORE"] = folder
-        try:
-            if id.startswith("lens."):
-                return {c.id: c.measured for c in lens_claims(losses(model, study), n=10)}[id]
-            layers = sorted(set(runs.results(model_name, "faithfulness").layer))
-            table = faithful(model, study, made_with("faithfulness", ff.FaithSettings), layers)
-            return {c.id: c.measured for c in faithful_claims(table)}[id]
-        finally:
-            os.environ.pop("OA_STORE") if before is None else os.environ.update(OA_STORE=before)
+    model, study = load_model(model_name), made_with("latent_prediction", Study)
+    if id.startswith("lens."):
+        return {c.id: c.measured for c in lens_claims(losses(model, study), n=10)}[id]
+    layers = sorted(set(runs.results(model_name, "faithfulness").layer))
+    table = faithful(model, study, made_with("faithfulness", ff.FaithSettings), layers)
+    return {c.id: c.measured for c in faithful_claims(table)}[id]
 
 
 def faithful(model: Model, study: Study, settings: ff.FaithSettings, layers: Sequence[int] | None = None,

@@ -19,8 +19,7 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from oa_utils import runs
-from oa_utils.ablation import PASS_TOKENS
+from oa_utils import runs, stats
 from oa_utils.files import write_bytes
 from oa_utils.models import Model
 
@@ -70,7 +69,7 @@ def streams(model: Model, tokens: Int[Tensor, "n pos"], last: Int[Tensor, " n"] 
     resid = torch.empty(model.n_layers + 1, len(tokens), model.d_model, device=model.device)
     pool = torch.empty(model.n_layers, min(POOL, len(tokens)), model.d_model, device=model.device)
     total, squares = torch.zeros(2, model.n_layers, model.d_model, dtype=torch.float64)
-    size = max(1, PASS_TOKENS * (1 if model.device.type == "cpu" else 32) // tokens.shape[1])
+    size = runs.in_a_pass(model, tokens.shape[1])
     for i in runs.progress(range(0, len(tokens), size), desc=f"streams of {len(tokens):,} contexts"):
         batch = tokens[i : i + size].to(model.device)
         at = torch.arange(len(batch), device=model.device), last[i : i + size].to(model.device)
@@ -179,7 +178,7 @@ def match(model: Model, ends: Float[Tensor, "lens b d"], target: Float[Tensor, "
     for i, leaf in enumerate(leaves):
         if i < len(target):
             full = model.log_probs(target[i].detach())
-        loss = (full.exp() * (full - model.log_probs(leaf))).sum(-1)  # a softmax is never exactly 0
+        loss = stats.kl(full, model.log_probs(leaf))
         if share:
             (share * loss.sum()).backward()
         losses.append(loss.detach())

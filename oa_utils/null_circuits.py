@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from oa_utils import plots, runs, tasks
-from oa_utils.circuit_claims import elsewhere
 from oa_utils.claims import Claim
 from oa_utils.fronts import WAYS, FrontSettings, circuit_of, front_task, fronts
 from oa_utils.masked import MaskedModel
@@ -108,6 +107,5 @@ def claim(model_name: str, id: str) -> float:
         raise LookupError(f"no published random circuits of {model_name} for task {task}")
     given = records[-1]["settings"]
     settings = NullSettings(**{**given, "front": FrontSettings(**given["front"])})
-    with elsewhere():
-        table = null_gaps(MaskedModel(load_model(model_name)), settings)
+    table = null_gaps(MaskedModel(load_model(model_name)), settings)
     return {c.id: c.measured for c in claims(table, task)}[id]

@@ -43,6 +43,7 @@ try:
 except ImportError:
     psutil = None
 
+PASS_TOKENS = 2048
 PARTS = ("search_", "circuit_gaps")  # single circuits: the tables of `fronts` and `null_circuits` hold them
 Numbers, Tensors = dict[str, Any], dict[str, Tensor]
 
@@ -226,6 +227,11 @@ def micro_batch(n: int, bytes_per_item: float, limit_bytes: float | None = None)
     """How many of n items to compute at once so that they fit into half of the free memory."""
     limit = _free_bytes() / 2 if limit_bytes is None else limit_bytes
     return max(1, min(n, int(limit // bytes_per_item)))
+
+
+def in_a_pass(model: Any, length: int) -> int:
+    """How many rows of so many tokens to run at once: on a CPU more would fall out of its caches."""
+    return max(1, PASS_TOKENS * (1 if model.device.type == "cpu" else 32) // length)
 
 
 def results(model_name: str, experiment: str) -> pd.DataFrame:

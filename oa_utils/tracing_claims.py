@@ -1,12 +1,9 @@
 """Paper §4 in numbers: statistics of curves of AIE over layers, of the authors' and of ours, and the claims they decide."""
 
 import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -173,7 +170,6 @@ def claim(model_name: str, id: str) -> float:
     s = STATEMENTS.get(id) or Statement("", None, None, ["attn"], ["last"], [0])
     ask = {"kind": s.kinds, "position": s.positions, "window": [windows[i] for i in s.ranks if i < len(windows)]}
     ask |= {"method": ["gnt", "oat"], "layers": rows.layer.unique().tolist(), "settings": settings, "parallel": True}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"OA_STORE": folder}):
-        table = trace(model, task, **ask)
+    table = trace(model, task, **ask)
     depth = np.sort(table.layer.unique()) * LAYERS / model.n_layers
     return (statistics(curves(table, windows), depth) | removed(table))[id]

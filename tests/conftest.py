@@ -71,6 +71,25 @@ def llama(tokenizer):
     return wrap(random_llama(tokenizer=tokenizer), tokenizer, name="random-llama")
 
 
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request):
+    """Either random model."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path, monkeypatch):
+    """No test finds what another one stored."""
+    monkeypatch.setenv("OA_STORE", str(tmp_path))
+
+
+def tokens_of(model, n=40, length=9, seed=0):
+    """Random contexts behind BOS."""
+    tokens = torch.randint(2, model.d_vocab, (n, length), generator=torch.Generator().manual_seed(seed))
+    tokens[:, 0] = model.bos
+    return tokens
+
+
 @pytest.fixture(scope="session")
 def tiny():
     from oa_utils.models import load_model

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from oa_utils import ablation as ab
-from oa_utils import models, tasks, tiny
+from oa_utils import models, runs, tasks, tiny
 
 
 @cache
@@ -130,7 +130,7 @@ def test_a_basis_of_everything_is_the_component_itself(model, task):
 
 @pytest.mark.parametrize("tokens_in_a_pass", [30, 4096])
 def test_streaming_means_are_the_plain_means(model, task, monkeypatch, tokens_in_a_pass):
-    monkeypatch.setattr(ab, "PASS_TOKENS", tokens_in_a_pass)
+    monkeypatch.setattr(runs, "PASS_TOKENS", tokens_in_a_pass)
     sites = [ab.parse(name, model) for name in ["m2.n17", *KINDS]][1:]
     found = ab.means(model, task.tokens, task.last, sites)
     m = int(task.last.min())

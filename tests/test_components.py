@@ -97,7 +97,7 @@ def test_zero_and_mean_are_what_plain_hooks_give(model, task, name):
 def test_all_components_at_once_split_anyhow_are_each_on_its_own(model, task, monkeypatch):
     ablations = ["mean", "resample", "counterfactual", "cf_mean", "noise"]
     at_once = component_values(model, task, EVERY, ablations, store=False)
-    monkeypatch.setattr(ab, "PASS_TOKENS", 50)
+    monkeypatch.setattr(runs, "PASS_TOKENS", 50)
     monkeypatch.setattr(co, "GROUP", 2)
     for name in EVERY:
         for key, values in component_values(model, task, [name], ablations, store=False).items():

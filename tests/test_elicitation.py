@@ -17,16 +17,6 @@ from oa_utils.labelled import LabelledSet, labelled_sets
 SMALL = el.ElicitSettings(n=16, shots=(0, 2, 3), texts=8, text_length=16, positions=4, steps=2)
 
 
-@pytest.fixture(params=["gpt2", "llama"])
-def model(request):
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(autouse=True)
-def own_store(tmp_path, monkeypatch):
-    monkeypatch.setenv("OA_STORE", str(tmp_path))
-
-
 @pytest.fixture
 def things(gpt2):
     return labelled_sets(gpt2)["things"]
@@ -212,7 +202,7 @@ def test_scores_are_the_lenss_probabilities_of_the_labels_and_last_the_models_ow
 
 def test_a_killed_set_goes_on_with_the_same_numbers(gpt2, things, monkeypatch, tmp_path):
     lens = el.train_lenses(gpt2, SMALL)
-    monkeypatch.setattr(el, "PASS_TOKENS", 40)
+    monkeypatch.setattr(runs, "PASS_TOKENS", 40)
     whole = el.score(gpt2, things, lens, SMALL)
     monkeypatch.setenv("OA_STORE", str(tmp_path / "again"))
     monkeypatch.setattr(runs.Snapshots, "due", lambda self: True)
@@ -282,5 +272,5 @@ def test_a_published_claim_is_measured_again(gpt2, monkeypatch, tmp_path):
     monkeypatch.setattr(runs, "published", lambda: tmp_path)
     monkeypatch.setattr(ec, "load_model", lambda name: gpt2)
     for found in ec.claims(table, n=10)[:2]:
-        assert ec.claim("random-gpt2", found.id) == pytest.approx(found.measured, abs=1e-9)
+        assert book.anew(found.id, "random-gpt2") == pytest.approx(found.measured, abs=1e-9)
     assert book.recomputer("elicitation.wins.true") is ec.claim

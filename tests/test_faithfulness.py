@@ -6,27 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import tokens_of
 
 from oa_utils import faithfulness as ff
 from oa_utils import lenses, stats
 
 SMALL = ff.FaithSettings(directions=12, contexts=8, resampled=24, resamples=20, published=True)
-
-
-def tokens_of(model, n=48, length=8, seed=0):
-    tokens = torch.randint(2, model.d_vocab, (n, length), generator=torch.Generator().manual_seed(seed))
-    tokens[:, 0] = model.bos
-    return tokens
-
-
-@pytest.fixture(params=["gpt2", "llama"])
-def model(request):
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(autouse=True)
-def own_store(tmp_path, monkeypatch):
-    monkeypatch.setenv("OA_STORE", str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +66,7 @@ def test_basis_solves_the_singular_value_problem(vectors):
 
 
 def test_continuing_the_last_token_equals_the_whole_model(model):
-    tokens = tokens_of(model, 5)
+    tokens = tokens_of(model, 5, 8)
     for layer in range(model.n_layers):
         resid, past = ff.before(model, tokens, layer)
         noise = torch.randn(5, 3, model.d_model)
@@ -155,7 +140,7 @@ def test_a_lens_that_is_the_model_is_fully_faithful(model):
 
 
 def test_reactions_equal_whole_runs_and_vanish_without_steering(model):
-    tokens = tokens_of(model, 6)
+    tokens = tokens_of(model, 6, 8)
     data = lenses.streams(model, tokens)
     lens = lenses.train(model, data, "mean")
     probe, v = ff.Probe(model, tokens, 1, {"mean": lens}), F.normalize(torch.randn(5, model.d_model), dim=-1)
@@ -191,12 +176,12 @@ def test_calibrated_strength_gives_the_target(model):
 
 
 def made(model, seed=0):
-    tokens = tokens_of(model)
+    tokens = tokens_of(model, 48)
     data = lenses.streams(model, tokens)
     few = lenses.LensSettings(steps=20, batch=16, check=10, seed=seed)
     tuned, oca = (lenses.train(model, data, kind, settings=few) for kind in ("tuned", "oca"))
     linear = lenses.train(model, data, "linear", settings=few, of=oca)
-    return {"tuned": tuned, "oca": oca}, {"tuned": tuned, "oca": linear}, data, tokens, tokens_of(model, seed=1)
+    return {"tuned": tuned, "oca": oca}, {"tuned": tuned, "oca": linear}, data, tokens, tokens_of(model, 48, seed=1)
 
 
 def test_table_has_every_perturbation_in_every_basis_and_comes_back(model):

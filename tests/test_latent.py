@@ -10,11 +10,6 @@ from oa_utils import claims, latent, runs
 SMALL = latent.Study(train=160, validation=32, test=32, length=12, others=(6,), steps=6, batch=16)
 
 
-@pytest.fixture(autouse=True)
-def own_store(tmp_path, monkeypatch):
-    monkeypatch.setenv("OA_STORE", str(tmp_path))
-
-
 def test_below_is_the_first_layer_that_stays_below():
     assert latent.below([3, 0.05, 0.2, 0.05, 0.0], 0.1) == 3
     assert latent.below([0.01, 0.01, 0.0], 0.1) == 0

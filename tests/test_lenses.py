@@ -4,28 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import tokens_of
 from safetensors.torch import save_file
 
 from oa_utils import lenses, runs, stats
 from oa_utils.texts import contexts
 
 FEW = lenses.LensSettings(steps=30, batch=16, check=10)
-
-
-def tokens_of(model, n=40, length=9, seed=0):
-    tokens = torch.randint(2, model.d_vocab, (n, length), generator=torch.Generator().manual_seed(seed))
-    tokens[:, 0] = model.bos
-    return tokens
-
-
-@pytest.fixture(params=["gpt2", "llama"])
-def model(request):
-    return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(autouse=True)
-def own_store(tmp_path, monkeypatch):
-    monkeypatch.setenv("OA_STORE", str(tmp_path))
 
 
 @pytest.fixture(scope="module")

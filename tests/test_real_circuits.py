@@ -16,11 +16,6 @@ def masked() -> MaskedModel:
     return MaskedModel(load_model("smollm2-135m"))
 
 
-@pytest.fixture(autouse=True)
-def store(tmp_path, monkeypatch):
-    monkeypatch.setenv("OA_STORE", str(tmp_path))
-
-
 def test_all_edges_kept_is_the_model_and_all_ablated_by_cf_is_the_model_on_the_counterfactual(masked):
     task, model = tasks.ioi(masked.model, 4), masked.model
     fill, full = masked.activations(task.counterfactual), model(task.tokens, task.last)
