@@ -58,7 +58,7 @@ class Activations(NamedTuple):
 
     def rows(self, index: Int[Tensor, " n"] | slice) -> Activations:
         """The fill of these examples, for micro-batches or for several masks on one prompt."""
-        return Activations(*(part[index] for part in self))
+        return Activations(*(part[index] if isinstance(index, slice) else part.index_select(0, index) for part in self))
 
     def cut(self, length: int) -> Activations:
         return Activations(*(part[:, :length] for part in self))
@@ -119,7 +119,7 @@ class Stream:
 
     def __init__(self, fill: Fill, live: Bool[Tensor, " writer"], shape: tuple[int, int, int], eps: float, everywhere):
         self.fill, self.base, self.live, self.eps, self.everywhere = fill, fill.embed, live, eps, everywhere
-        self.row = (1 + live.cumsum(0) - live.long()).tolist()  # of each writer
+        self.row = [1, *(1 + live.cumsum(0)).tolist()]  # of each writer, and behind the last
         self.values = rows_of(fill.embed, *shape, fill.embed.shape[-1])
         self.grads = self.fill_grads = self.position = None
         self.token = self.values.new_empty(0)
@@ -235,11 +235,13 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, token, mask, weight, stream, first):
-        ctx.live = stream.live[first : first + mask.shape[-1]].nonzero()[:, 0]
-        ctx.rows = slice(stream.row[first], stream.row[first] + len(ctx.live))
+        last = first + mask.shape[-1]
+        ctx.rows = slice(stream.row[first], stream.row[last])
+        ctx.live = slice(None)
+        if ctx.rows.stop - ctx.rows.start < mask.shape[-1]:
+            ctx.live = stream.live[first:last].nonzero()[:, 0]
         ctx.weight, ctx.stream, ctx.first, n = weight, stream, first, len(weight)
-        ctx.save_for_backward(mask)
-        values, kept = stream.values[ctx.rows], pick(mask, -1, ctx.live)
+        values, kept = stream.values[ctx.rows], mask[..., ctx.live]
         if first == 0:  # the base is one more writer, whose edges are all kept
             stream.values[0] = stream.base
             values, kept = stream.values[: ctx.rows.stop], torch.cat((torch.ones_like(mask[..., :1]), kept), -1)
@@ -248,30 +250,34 @@ class _Read(torch.autograd.Function):
             torch.mm(kept[0], values.flatten(1), out=x.flatten(1))
         else:
             torch.bmm(kept, values.flatten(2).transpose(0, 1), out=x.flatten(2).transpose(0, 1))
-        inputs = x[:n].flatten(1, 2)
-        norm = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)
-        ctx.scale = (norm.square() / x.shape[-1] + stream.eps).rsqrt()
-        ctx.x, ctx.y = x, torch.bmm(inputs, weight).mul_(ctx.scale)
-        return ctx.y.unflatten(1, x.shape[1:3]).clone(), x[n:].clone()
+        ctx.x, y = x, x.new_empty(0, *x.shape[1:3], weight.shape[-1])
+        if n:
+            inputs = x[:n].flatten(1, 2)
+            norm = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)
+            ctx.scale = norm.square_().div_(x.shape[-1]).add_(stream.eps).rsqrt_()
+            y = torch.bmm(inputs, weight).mul_(ctx.scale).unflatten(1, x.shape[1:3])
+        ctx.save_for_backward(mask, y)
+        return y, x[n:].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, grad_x):
         if ctx.x is None:
             raise RuntimeError("one backward for one masked forward: it uses up the buffers, so run the forward again")
-        (mask,), stream, x, n = ctx.saved_tensors, ctx.stream, ctx.x, len(ctx.weight)
-        inputs, grad_y = x[:n].flatten(1, 2), grad_y.flatten(1, 2)
-        along = (grad_y * ctx.y).sum(-1, keepdim=True) * ctx.scale.square() / x.shape[-1]
-        inputs.mul_(-along).baddbmm_(grad_y * ctx.scale, ctx.weight.mT)
+        (mask, y), stream, x, n = ctx.saved_tensors, ctx.stream, ctx.x, len(ctx.weight)
+        if n:
+            inputs, grad_y = x[:n].flatten(1, 2), grad_y.flatten(1, 2) * ctx.scale
+            along = (grad_y * y.flatten(1, 2)).sum(-1, keepdim=True).mul_(ctx.scale).div_(-x.shape[-1])
+            inputs.mul_(along).baddbmm_(grad_y, ctx.weight.mT)
         x[n:] = grad_x  # x now holds the gradient of the readers' inputs
         values, grads, grad_mask = stream.values[ctx.rows], stream.gradient()[ctx.rows], None
-        by_example, kept = x.flatten(2).transpose(0, 1), pick(mask, -1, ctx.live)
+        by_example, kept = x.flatten(2).transpose(0, 1), mask[..., ctx.live]
         if ctx.needs_input_grad[1]:
             if len(mask) == 1:
                 grad_mask = (x.flatten(1) @ values.flatten(1).T)[None]
             else:
                 grad_mask = torch.bmm(by_example, values.flatten(2).permute(1, 2, 0))
-            if len(ctx.live) < mask.shape[-1]:
+            if len(values) < mask.shape[-1]:
                 grad_mask = torch.zeros_like(mask).index_copy_(-1, ctx.live, grad_mask)
         if len(mask) == 1:
             grads.flatten(1).addmm_(kept[0].T, x.flatten(1))
@@ -279,5 +285,5 @@ class _Read(torch.autograd.Function):
             grads.flatten(2).transpose(0, 1).baddbmm_(kept.mT, by_example)
         if stream.fill_grads is not None:
             stream.add_fill_gradient(mask, x, ctx.first)
-        ctx.x = ctx.y = None
-        return grad_y.new_zeros(0), grad_mask, None, None, None
+        ctx.x = None
+        return x.new_zeros(0), grad_mask, None, None, None

@@ -21,7 +21,7 @@ from oa_utils.models import DATA, Model
 from oa_utils.search import gap, sweep
 from oa_utils.search.evaluate import find, load_as
 
-VERSION = 1
+VERSION = 2
 TASKS = {"ioi": tasks.ioi, "gt": tasks.greater_than}
 MANUAL = {"ioi": manual_ioi, "gt": manual_greater_than}
 WAYS = ("counterfactual", "optimal", "mean", "resample")

@@ -118,7 +118,8 @@ class MaskedModel:
             raise ValueError(f"start is a layer from 0 to {graph.n_layers}, and from 1 on needs clean, with {batch} prompts")
         known, fill = clean and clean._at(self, batch, length), fill._at(self, batch, length)
         bos, (attn, mlp, out) = self._bos(int(tokens[0, 0])), graph.blocks(mask)
-        live = self._live(mask) if skip_dead else mask.new_ones(graph.n_vertices - 1, dtype=torch.bool)
+        live, busy = self._live(mask) if skip_dead else (mask.new_ones(graph.n_vertices - 1, dtype=torch.bool), None)
+        positions, at_last = self._positions(length, last)
         shape = 1 + int(live[: graph.writers_before(graph.n_layers - 1)].sum()), batch, length - 1
         stream = wide = Stream(fill, live, shape, self.eps, constants_everywhere).open()
         if live[0]:
@@ -132,13 +133,13 @@ class MaskedModel:
                 stream, x = wide if i < graph.n_layers - 1 else wide.at(last - 1), None
                 known = known if stream is wide else known.at(last - 1)
             elif i < graph.n_layers - 1:
-                (q, k, v), x = self._heads(stream, i, "qkv", heads, attn[i], early, skip_dead)
+                (q, k, v), x = self._heads(stream, i, "qkv", heads, attn[i], early, busy)
             else:  # queries and outputs of the last layer are of use at last positions only
-                (k, v), _ = self._heads(wide, i, "kv", heads, attn[i], early[:, :0], skip_dead)
-                stream = wide.at(last - 1)
-                (q,), x = self._heads(stream, i, "q", heads, attn[i], early, skip_dead)
+                (k, v), _ = self._heads(wide, i, "kv", heads, attn[i], early[:, :0], busy)
+                stream, positions = wide.at(last - 1), at_last
+                (q,), x = self._heads(stream, i, "q", heads, attn[i], early, busy)
             if len(heads):
-                z = pick(known.z[i], 0, heads) if i < start else self._attend(q, k, v, pick(bos[i], 1, heads), last)
+                z = pick(known.z[i], 0, heads) if i < start else self._attend(q, k, v, pick(bos[i], 1, heads), positions)
                 stream.write(before, z - pick(stream.fill.z[i], 0, heads), pick(self.W_O[i], 0, heads))
             stream.base = stream.base + stream.fill.attn[i]
             if has_mlp and i < start:
@@ -152,31 +153,40 @@ class MaskedModel:
         wide.token = stream.token = None  # or graph and stream would hold each other in memory
         return model.log_probs(x)
 
-    def _heads(self, stream: Stream, i: int, slots: str, heads: Tensor, mask: Tensor, also: Tensor, skip: bool):
+    def _heads(self, stream: Stream, i: int, slots: str, heads: Tensor, mask: Tensor, also: Tensor, busy: list | None):
         """What these heads make of their inputs [slot h batch pos d_head], and the input of the readers in `also`."""
         readers = torch.cat([heads + "qkv".index(slot) * self.graph.n_heads for slot in slots])
         mask = pick(mask.flatten(1, 2), 1, readers)
         weight, bias = pick(self.W_in[i], 0, readers), pick(self.b_in[i], 0, readers)
-        busy = (mask.detach() != 0).any(0).any(-1)
-        if busy.all() or not skip:
+        on = None if busy is None else pick(busy[i], 0, readers)
+        if on is None or on.all():
             y, x = stream.project(torch.cat((mask, also), 1), weight)
         else:  # readers without a live edge in any mask share one input
-            y, x = stream.project(torch.cat((mask[:, busy], also), 1), weight[busy])
-            same = self._project(stream.ablated(mask.shape[-1]), weight[~busy]).expand(-1, *y.shape[1:])
-            y = torch.cat((y, same))[torch.cat((busy.nonzero(), (~busy).nonzero()))[:, 0].argsort()]
+            y, x = stream.project(torch.cat((mask[:, on], also), 1), weight[on])
+            same = self._project(stream.ablated(mask.shape[-1]), weight[~on]).expand(-1, *y.shape[1:])
+            y = torch.cat((y, same))[torch.cat((on.nonzero(), (~on).nonzero()))[:, 0].argsort()]
         return (y + bias).unflatten(0, (len(slots), len(heads))), x
 
-    def _attend(self, q, k, v, bos: Float[Tensor, "2 h d_head"], last: Tensor) -> Float[Tensor, "h batch pos d_head"]:
-        """Every head's z at positions 1.., or at `last` if q is of one position, over them and the clean position 0."""
-        keys = torch.arange(k.shape[2] + 1, device=k.device)
-        asked = keys[None, 1:] if q.shape[2] == k.shape[2] else last[:, None]  # [1 or batch, pos]
-        q, k = self._rotate(q, asked), self._rotate(k, keys[None, 1:])
+    def _positions(self, length: int, last: Tensor) -> list[tuple]:
+        """For queries at positions 1.. and for those at `last`: −∞ where they must not look, rotations of q and of k."""
+        keys = torch.arange(length, device=last.device)[None]
+        turn = self.model.rotation(keys[:, 1:])
+        found = []
+        for asked in (keys[:, 1:], last[:, None]):  # [1 or batch, pos]
+            hidden = self.W_O.new_zeros(*asked.shape, length).masked_fill_(keys[:, None] > asked[..., None], -torch.inf)
+            found.append((hidden, self.model.rotation(asked), turn))
+        return found
+
+    def _attend(self, q, k, v, bos: Float[Tensor, "2 h d_head"], positions: tuple) -> Float[Tensor, "h batch pos d_head"]:
+        """Every head's z at positions 1.., or at one position of each example, over them and the clean position 0."""
+        hidden, *turns = positions
+        q, k = (self._rotate(x, turn) for x, turn in zip((q, k), turns, strict=True))
         first = bos[:, :, None, None].expand(-1, -1, k.shape[1], -1, -1)
         k, v = torch.cat((first[0], k), 2), torch.cat((first[1], v), 2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=keys <= asked[..., None])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
 
-    def _rotate(self, x: Float[Tensor, "h batch pos d_head"], at: Int[Tensor, "b pos"]) -> Tensor:
-        return self.model.rotate(x.transpose(0, 1), self.model.rotation(at)).transpose(0, 1)
+    def _rotate(self, x: Float[Tensor, "h batch pos d_head"], turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        return x if turn is None else self.model.rotate(x.transpose(0, 1), turn).transpose(0, 1)
 
     @torch.no_grad()
     def _bos(self, token: int) -> Float[Tensor, "layer 2 head d_head"]:
@@ -197,8 +207,8 @@ class MaskedModel:
         return self._first[token]
 
     @torch.no_grad()
-    def _live(self, mask: Tensor) -> Bool[Tensor, " writer"]:
-        """Writers from which edges of some mask in the batch lead on to `out`."""
+    def _live(self, mask: Tensor) -> tuple[Bool[Tensor, " writer"], list[Bool[Tensor, " reader"]]]:
+        """Writers from which edges of some mask in the batch lead on to `out`; heads' inputs that some edge enters."""
         attn, mlp, out = self.graph.blocks((mask != 0).any(0))
         live = out.clone()
         for i in reversed(range(self.graph.n_layers)):
@@ -206,7 +216,7 @@ class MaskedModel:
             m = before + self.graph.n_heads
             live[:m] |= mlp[i] & live[m]
             live[:before] |= attn[i][:, live[before:m]].any(0).any(0)
-        return live
+        return live, [block.any(-1).flatten() for block in attn]
 
     def _checked(self, tokens: Tensor, last: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         model, n_edges = self.model, self.graph.n_edges

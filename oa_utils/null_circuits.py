@@ -16,7 +16,7 @@ from oa_utils.models import load_model
 from oa_utils.search import gap, random_circuits
 from oa_utils.search.evaluate import load_as, masked_of
 
-VERSION = 1
+VERSION = 2
 PAPER = {  # mean Δ of random circuits, its standard deviation, Δ of UGS; GPT-2-small
     "ioi": {"mean": (4.529, 0.200, 0.264), "resample": (6.527, 0.085, 1.779), "optimal": (2.723, 0.024, 0.176),
             "counterfactual": (4.264, 0.049, 0.191)},

@@ -237,7 +237,7 @@ class Trainer:
             bar.update()
             if self.step == began + 2:  # the first one warms up
                 runs.announce(f"{name}: {runs.estimate(time.perf_counter() - start, steps - began)}")
-            if self.step % max(1, steps // REPORTS) == 0 or self.step == steps:
+            if self.step * REPORTS // steps > (self.step - 1) * REPORTS // steps:
                 self.report()
                 bar.set_postfix(KL=f"{self.history['loss'][-1]:.3g}", edges=f"{self.history['size'][-1]:.0f}")
             if self.snapshots.due():

@@ -28,7 +28,7 @@ from oa_utils.search.hcgs import hcgs
 from oa_utils.search.ugs import ugs
 from oa_utils.tasks import Task
 
-VERSION = 1
+VERSION = 2
 METHODS = {"ugs": ugs, "hcgs": hcgs, "acdc": acdc, "eap": eap, "eap_ig": eap_ig, "edge_pruning": edge_pruning}
 BY_SIZE = ("eap", "eap_ig", "edge_pruning")  # take n_edges; the others take lam
 NOT_OPTIMAL = ("acdc", "eap", "eap_ig")  # their circuits found under `counterfactual` are measured under `optimal`
@@ -86,7 +86,7 @@ def train_constants(masked: MaskedModel, task: Task, mask: Tensor, settings: Gap
     part, rng, s = task.train, runs.generator(settings.seed), settings
     full, best, curve = part.log_probs(masked.model), None, []
     constants = Constants(*(x.clone().requires_grad_() for x in constants_for(masked, task, "optimal")))
-    optimiser = torch.optim.Adam(constants, lr=s.lr)
+    optimiser = torch.optim.Adam(constants, lr=s.lr, betas=(0.5, 0.9))  # or the steep start would slow all later steps
     for step in range(s.steps + 1):
         if step % s.check == 0 or step == s.steps:
             curve.append((step, measure(masked, part, mask, lambda rows: constants, full).mean().item()))
