@@ -33,8 +33,8 @@ NAMES = {"cf": "counterfactual", "oa": "optimal", "UGS": "ugs", "HCGS_final": "h
 CHANGES = {  # what `variants` can change in a search, one thing at a time
     "OA: as in the paper": ("ugs", "optimal", {}),
     "OA: constants along all edges": ("ugs", "optimal", {"everywhere": True}),
+    "OA: pruning by batch": ("ugs", "optimal", {"pruning": "batch"}),
     "CF: as in the paper": ("ugs", "counterfactual", {}),
-    "CF: pruning by batch": ("ugs", "counterfactual", {"pruning": "batch"}),
     "CF: random start": ("ugs", "counterfactual", {"noise": 1.0}),
     "CF: variance window": ("ugs", "counterfactual", {"variance": (0.5, 2.0)}),
     "HCGS, CF: right stretch": ("hcgs", "counterfactual", {}),

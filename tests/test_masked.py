@@ -325,6 +325,15 @@ def test_everything_ablated_by_activations_is_the_model_on_the_other_prompts(mas
         assert_close(got, masked.model(others, last))
 
 
+def test_dangling_edges_matter_under_constants_and_not_under_activations(masked):
+    (tokens, last), few = prompts(), random_mask(masked) * (random_mask(masked, seed=9) > 0.8)
+    pruned = masked.graph.prune_dangling(few)
+    assert (few != pruned).any()
+    for name, fill in fills(masked).items():
+        got, want = (masked(tokens, last, mask, fill) for mask in (few, pruned))
+        assert torch.allclose(got, want, atol=1e-4) == (name == "activations"), name
+
+
 def test_padding_and_the_rest_of_the_batch_change_nothing(masked):
     (tokens, last), mask, fill = prompts(), random_mask(masked), constants(4)
     together = masked(tokens, last, mask, fill)
