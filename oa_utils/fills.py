@@ -58,7 +58,9 @@ class Activations(NamedTuple):
 
     def rows(self, index: Int[Tensor, " n"] | slice) -> Activations:
         """The fill of these examples, for micro-batches or for several masks on one prompt."""
-        return Activations(*(part[index] if isinstance(index, slice) else part.index_select(0, index) for part in self))
+        if isinstance(index, slice):
+            return Activations(*(part[index] for part in self))
+        return Activations(*(part.index_select(0, index.to(part.device)) for part in self))  # ten times as fast as part[index]
 
     def cut(self, length: int) -> Activations:
         return Activations(*(part[:, :length] for part in self))
