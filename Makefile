@@ -1,4 +1,8 @@
 # Optimal ablation. `make` alone lists the commands.
+#
+# make notebooks FRESH=1 first moves all that is stored for the model (.oa/<model>) to .oa/aside/,
+# so that everything is computed anew. When such a run was stopped, start it again without FRESH:
+# it goes on where it was.
 MODEL  ?= tiny
 BUDGET ?= default
 NB     ?=
@@ -28,10 +32,10 @@ $(READY): requirements.lock pyproject.toml
 
 notebooks: $(READY) ## run the notebooks top to bottom [MODEL=tiny BUDGET=default NB=02 FRESH=1]
 	@test -n "$(JOBS)" || { echo "no notebook matches NB=$(NB)"; exit 1; }
-	@FRESH=$(FRESH) $(BIN)/python -m oa_utils.notebooks $(JOBS)
+	@FRESH=$(FRESH) $(BIN)/python -m oa_utils.paper.notebooks $(JOBS)
 
 test: $(READY) ## lint, unit tests, and every notebook at the test budget
-	@$(BIN)/ruff check --quiet . && echo "ruff: clean"
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && echo "ruff: clean"
 	@OA_BUDGET=test $(BIN)/python -m pytest tests -m "not real and not gpt2"
 	@OA_MODEL=tiny OA_BUDGET=test $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
 	  -p no:cacheprovider notebooks
@@ -43,28 +47,30 @@ test-gpt2: $(READY) ## the tests that need GPT-2's weights [GPT2=folder]
 	@test -d "$(GPT2)" || { echo "say where GPT-2's folder is: make test-gpt2 GPT2=folder"; exit 1; }
 	@OA_BUDGET=test OA_GPT2=$(GPT2) $(BIN)/python -m pytest tests -m gpt2
 
-lint: $(READY) ## ruff on code and notebooks
-	@$(BIN)/ruff check .
+lint: $(READY) ## ruff on code and notebooks: rules and format
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 lab: $(READY) ## open the notebooks in JupyterLab
 	@$(BIN)/jupyter lab notebooks
 
-claims: $(READY) ## the table of the paper's claims beside ours
-	@$(BIN)/python -W ignore::RuntimeWarning -m oa_utils.claims
+claims: $(READY) ## the paper's claims beside what was measured here, by chapter
+	@$(BIN)/python -m oa_utils.paper.claims
 
-claim: $(READY) ## recompute one claim [ID=single.median_ratio.mean MODEL=tiny]
-	@$(BIN)/python -W ignore::RuntimeWarning -m oa_utils.claims $(ID) --model $(MODEL)
+claim: $(READY) ## measure one claim anew [ID=single.median_ratio.mean MODEL=tiny]; without ID: list them
+	@$(BIN)/python -m oa_utils.paper.claims $(ID) --model "$(MODEL)"
 
-publish: $(READY) ## copy finished results from .oa/ to data/results/
-	@$(BIN)/python -W ignore::RuntimeWarning -m oa_utils.runs publish
+publish: $(READY) ## copy a model's finished results from .oa/ to data/results/ [MODEL=tiny]
+	@$(BIN)/python -c "from oa_utils import store; from oa_utils.paper.notebooks import name_of; \
+	  print(len(store.publish(name_of('$(MODEL)'))), 'files published')"
 
 bench: $(READY) ## the speed bars (a quiet machine, please)
 	@for f in benchmarks/*.py; do echo "== $$f"; $(BIN)/python $$f; done
 
 lock: ## write requirements.lock anew from pyproject.toml (maintainers)
 	@$(PYTHON) -m venv $(VENV)-lock && $(VENV)-lock/bin/pip install --quiet torch==2.13.0
-	@$(VENV)-lock/bin/pip install --quiet ".[dev,dask,papermill]"
-	@$(VENV)-lock/bin/pip freeze --exclude optimal-ablation --exclude setuptools | sed 's/+cpu//' > requirements.lock
+	@$(VENV)-lock/bin/pip install --quiet ".[dev,dask]"
+	@$(VENV)-lock/bin/pip freeze --all --exclude optimal-ablation --exclude pip --exclude wheel \
+	  | sed 's/+cpu//' > requirements.lock
 	@rm -rf $(VENV)-lock build optimal_ablation.egg-info
 
 clean: ## remove .venv, stored runs and caches (published results stay)

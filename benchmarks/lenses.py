@@ -1,20 +1,22 @@
 """What does a training step of a lens cost, for all layers side by side?
 
-1. OCA against the tuned lens, streams given: bar 1.2 × the ratio of their arithmetic (the unembedding of every layer, and
-   for OCA n(n+1)/2 MLP passes more). Random models of GPT-2-small's shape, with `--smollm2` of SmolLM2's.
-2. Our tuned-lens step against the package `tuned-lens` 0.2.0 on the same random weights, tokens and layers, the model's
-   forward included, every position read by both: bar 1. The package lives in a venv of its own (`--peer` names its
-   python; without it one is made in the user's cache), and this file, run by that python with `--time-peer`, times it.
+1. OCA against the tuned lens, readings given: bar 1.2 × the ratio of their arithmetic (`step_cost`:
+   the unembedding of every layer, and for OCA n(n+1)/2 MLP passes more). Random models of
+   GPT-2-small's shape, with `--smollm2` of SmolLM2's.
+2. Our tuned-lens step against the package `tuned-lens` 0.2.0 on the same random weights, tokens and
+   layers, the model's forward included, every position read by both: bar 1. The package lives in a
+   venv of its own (`--peer` names its python; without it one is made in the user's cache), and this
+   file, run by that python with `--time-peer`, times it.
 """
 
 import argparse
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import venv
+from functools import partial
 
 import torch
 
@@ -24,7 +26,8 @@ PEER = ("tuned-lens==0.2.0", "transformers<5")
 
 
 def seconds(call) -> float:
-    """Of the processor where one thread works, which does not count what others take; else of the clock."""
+    """Of the processor where one thread works, which does not count what others take; else of the
+    clock."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     began = clock()
     call()
@@ -35,44 +38,49 @@ def random_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**SHAPE, bos_token_id=0, eos_token_id=0)).eval().requires_grad_(False)
+    model = GPT2LMHeadModel(GPT2Config(**SHAPE, bos_token_id=0, eos_token_id=0))
+    return model.eval().requires_grad_(False)
 
 
 def random_tokens(n: int, length: int) -> torch.Tensor:
     return torch.randint(2, 49152, (n, length), generator=torch.Generator().manual_seed(0))
 
 
-def arithmetic(model) -> float:
-    """Multiplications of an OCA step over those of a tuned step, forward and backward alike."""
-    n, d = model.n_layers, model.d_model
-    gated = hasattr(model.bridge.blocks[0].mlp, "gate")
-    read, mlp = d * model.d_vocab, (3 if gated else 2) * d * model.d_mlp
-    return (n * read + n * (n + 1) / 2 * mlp) / (n * (read + d * d))
-
-
 def steps(model, batch: int, repeats: int) -> float:
     """OCA step over tuned step, taken in turns."""
     from oa_utils import lenses
 
-    data, spent = lenses.streams(model, random_tokens(batch, 8)), {"tuned": [], "oca": []}
-    trainers = {kind: lenses.Trainer(model, data, lenses.LensSettings(), kind) for kind in spent}
+    data = lenses.read(model, random_tokens(batch, 8))
+    spent = {"tuned": [], "oca": []}
+    trainers = {kind: lenses.TRAINERS[kind](model, data, lenses.LensSettings()) for kind in spent}
+
+    def step(trainer, optimiser) -> None:
+        trainer.losses(data.resid, range(model.n_layers), train=True)
+        optimiser.step()
+
     for _ in range(repeats + 1):
         for kind, trainer in trainers.items():
             optimiser = torch.optim.Adam(trainer.raw.values())
-            step = lambda t=trainer, o=optimiser: (t.losses(data.resid, range(model.n_layers), True), o.step())  # noqa: E731
-            spent[kind].append(seconds(step))
-    tuned, oca = (statistics.median(spent[kind][1:]) for kind in ("tuned", "oca"))
+            spent[kind].append(seconds(partial(step, trainer, optimiser)))
+    tuned = statistics.median(spent["tuned"][1:])
+    oca = statistics.median(spent["oca"][1:])
     print(f"{batch} contexts, {model.n_layers} layers: tuned {tuned:.2f} s, OCA {oca:.2f} s")
     return oca / tuned
 
 
 def our_step(model, tokens: torch.Tensor, trainer, optimiser) -> None:
     """Forward, all positions of all contexts as rows, one step of the tuned lens."""
-    kept = []
+    from einops import rearrange
+
+    from oa_utils.models import recording
+
+    kept, keep = recording("resid")
     with torch.no_grad():
-        end = model.run(model.embed(tokens), edit=lambda site, i, x: kept.append(x) or x if site == "resid" else x)
+        end = model.run(model.embed(tokens), edit=keep)
+    resid = torch.stack([*kept["resid"].values(), end])
     optimiser.zero_grad()
-    trainer.losses(torch.stack([*kept, end]).flatten(1, 2), range(model.n_layers), True)
+    rows = rearrange(resid, "layer b pos d -> layer (b pos) d")
+    trainer.losses(rows, range(model.n_layers), train=True)
     optimiser.step()
 
 
@@ -92,16 +100,19 @@ def time_peer(batch: int, length: int, repeats: int) -> None:
     from tuned_lens import TunedLens
 
     model = random_gpt2()
-    tokens, lens = random_tokens(batch, length), TunedLens.from_model(model)
+    tokens = random_tokens(batch, length)
+    lens = TunedLens.from_model(model)
     for parameter in lens.unembed.parameters():
         parameter.requires_grad_(False)
-    optimiser = torch.optim.Adam([p for p in lens.parameters() if p.requires_grad], lr=1e-3)
-    print(json.dumps([seconds(lambda: peer_step(model, tokens, lens, optimiser)) for _ in range(repeats + 1)][1:]))
+    trained = [parameter for parameter in lens.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.Adam(trained, lr=1e-3)
+    step = partial(peer_step, model, tokens, lens, optimiser)
+    print(json.dumps([seconds(step) for _ in range(repeats + 1)][1:]))
 
 
 def peer_python() -> str | None:
     """A python that has the package; None, with the reason, where it cannot be had."""
-    from oa_utils.sources import cache_folder
+    from oa_utils.store import cache_folder
 
     folder = cache_folder() / "tuned-lens"
     python = folder / "bin" / "python"
@@ -110,8 +121,10 @@ def peer_python() -> str | None:
         venv.create(folder, with_pip=True)
         torch_here = f"torch=={torch.__version__.split('+')[0]}"
         asked = [python, "-m", "pip", "install", "--quiet", torch_here, *PEER]
-        if (done := subprocess.run(asked, capture_output=True, text=True)).returncode:
-            print(f"skipped: {PEER[0]} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+        done = subprocess.run(asked, capture_output=True, text=True)
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()[-1]
+            print(f"skipped: {PEER[0]} cannot be installed here: {reason}")
             return None
         (folder / "ready").touch()
     return str(python)
@@ -120,25 +133,32 @@ def peer_python() -> str | None:
 def against_peer(python: str, batch: int, length: int, repeats: int) -> float | None:
     from oa_utils import lenses, models
 
-    model, tokens = models.wrap(random_gpt2(), device="cpu"), random_tokens(batch, length)
-    trainer = lenses.Trainer(model, lenses.streams(model, tokens), lenses.LensSettings(), "tuned")
+    model = models.wrap(random_gpt2(), device="cpu")
+    tokens = random_tokens(batch, length)
+    trainer = lenses.TRAINERS["tuned"](model, lenses.read(model, tokens), lenses.LensSettings())
     optimiser = torch.optim.Adam(trainer.raw.values(), lr=1e-3)
-    ours = [seconds(lambda: our_step(model, tokens, trainer, optimiser)) for _ in range(repeats + 1)][1:]
-    asked = [python, __file__, "--time-peer", "--repeats", str(repeats), "--threads", str(torch.get_num_threads())]
+    step = partial(our_step, model, tokens, trainer, optimiser)
+    ours = statistics.median([seconds(step) for _ in range(repeats + 1)][1:])
+    options = ["--repeats", str(repeats), "--threads", str(torch.get_num_threads())]
+    asked = [python, __file__, "--time-peer", *options]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(asked, capture_output=True, text=True, cwd=folder)
     if done.returncode:
         print(f"skipped: the peer failed: {done.stderr.strip().splitlines()[-1]}")
         return None
-    theirs = json.loads(done.stdout.strip().splitlines()[-1])
-    print(f"tuned lens, forward included, {batch} × {length} tokens: ours {statistics.median(ours):.2f} s, "
-          f"tuned-lens {statistics.median(theirs):.2f} s")  # fmt: skip
-    return statistics.median(ours) / statistics.median(theirs)
+    theirs = statistics.median(json.loads(done.stdout.strip().splitlines()[-1]))
+    print(
+        f"tuned lens, forward included, {batch} × {length} tokens: "
+        f"ours {ours:.2f} s, tuned-lens {theirs:.2f} s"
+    )
+    return ours / theirs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smollm2", action="store_true", help="also a random model of SmolLM2's shape")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smollm2", action="store_true", help="also a model of SmolLM2's shape")
     parser.add_argument("--peer", help="a python that has tuned-lens")
     parser.add_argument("--time-peer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=3)
@@ -146,16 +166,24 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.time_peer:
-        return time_peer(4, 16, args.repeats)
+        time_peer(4, 16, args.repeats)
+        return
     from components import gpt2, smollm2
 
-    for model in [gpt2(12, 12, 768, 50257), *([smollm2()] if args.smollm2 else [])]:
-        least = arithmetic(model)
-        print(f"OCA / tuned {steps(model, 64, args.repeats):.2f}, arithmetic {least:.2f}, bar {SLACK * least:.2f}")
-    if python := args.peer or peer_python():
+    from oa_utils.paper.lenses import step_cost
+
+    random_models = [gpt2(12, 12, 768, 50257)]
+    if args.smollm2:
+        random_models.append(smollm2())
+    for model in random_models:
+        least = step_cost(model, "oca") / step_cost(model, "tuned")
+        ratio = steps(model, 64, args.repeats)
+        print(f"OCA / tuned {ratio:.2f}, arithmetic {least:.2f}, bar {SLACK * least:.2f}")
+    python = args.peer or peer_python()
+    if python:
         ratio = against_peer(python, 4, 16, args.repeats)
-        print("" if ratio is None else f"ours / tuned-lens {ratio:.2f}, bar 1")
-    sys.stdout.flush()
+        if ratio is not None:
+            print(f"ours / tuned-lens {ratio:.2f}, bar 1")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Causal faithfulness: does a lens react to a change of the stream as the model does (paper §5, appendix H)?
+"""Causal faithfulness: does a lens react to a change of the stream as the model does (paper §5)?
 
-The last token's stream at a layer is perturbed; the model goes on from there, with the keys and values of the other tokens
-as they were, and each lens reads the same perturbed stream. Two measures: over directions, how the size of the model's and
-the lens's reaction correlate, and, over contexts, how similar the two reactions are as changes of log-probabilities.
+The last token's stream at a layer is perturbed; the model goes on from there, with the keys and
+values of the other tokens as they were, and each lens reads the same perturbed stream. Two
+measures: over directions, how the size of the model's and the lens's reaction correlate, and, over
+contexts, how similar the two reactions are as changes of log-probabilities (appendix H).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -17,16 +18,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from oa_utils import runs
-from oa_utils.lenses import Lens, Streams
-from oa_utils.models import Model
+from oa_utils import machine, store
+from oa_utils.lenses import Lens, Readings, TunedLens
+from oa_utils.models import KeysValues, Model, recording
 
 VERSION = 1
 PERTURBATIONS = ("steer_random", "steer_basis", "project_random", "project_basis", "resample_basis")
-PUBLISHED = ("shift_basis", "project_columns", "shift_columns")  # what the reference code did, part by part
+REFERENCE = ("shift_basis", "project_columns", "shift_columns")  # what the reference code did
 MEASURES = ("magnitude", "magnitude_rank", "direction")
 PASS = 256  # rows of logits in one pass
-Past = list[tuple[Tensor, Tensor]]  # keys and values [context head pos d_head] of the tokens before the last, by block
+
+Reactions = dict[str, Float[Tensor, "contexts versions"]]
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,17 @@ class FaithSettings:
     resampled: int = 256  # contexts of the resample perturbation
     share: float = 0.13  # of the basis, its leading part, that is resampled
     target: float = 0.2  # E[KL] of the model under steering, in nats
-    published: bool = False  # also what the reference code did
+    reference: bool = False  # also what the reference code did
     resamples: int = 500  # of the bootstrap
     seed: int = 0
 
+    def __post_init__(self):
+        store.at_least(2, directions=self.directions, contexts=self.contexts)
+        store.at_least(2, resampled=self.resampled)  # two of everything, to compare them
+        store.at_least(1, resamples=self.resamples)
 
-@dataclass(frozen=True)
-class Job(FaithSettings):
-    layer: int = 0
-    data: tuple[str, ...] = ()  # fingerprints of lenses and contexts
+
+# ---- directions and perturbations
 
 
 def root(cov: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
@@ -54,119 +58,153 @@ def root(cov: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
 
 
 def basis(W: Float[Tensor, "d d"], half: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
-    """Causal basis of a linear lens, one direction a row, most important first: Σ^½ · right singular vectors of W · Σ^½."""
+    """Causal basis of a linear lens, one direction a row, most important first.
+
+    With `half` = Σ^½: Σ^½ · the right singular vectors of W Σ^½.
+    """
     return F.normalize(torch.linalg.svd(W @ half).Vh @ half, dim=-1)
 
 
-def published_basis(W: Float[Tensor, "d d"], half: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+def reference_basis(W: Float[Tensor, "d d"], half: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     """What the reference code stored in its place: the columns of Vᴴ, not mapped by Σ^½."""
     return torch.linalg.svd(W @ half).Vh.T.contiguous()
 
 
-def steer(a: Float[Tensor, "b d"], v: Float[Tensor, "m d"], size: Float[Tensor, "b m"]) -> Float[Tensor, "b m d"]:
+def steer(
+    a: Float[Tensor, "b d"], v: Float[Tensor, "m d"], size: Float[Tensor, "b m"]
+) -> Float[Tensor, "b m d"]:
+    """Each row moved along each direction."""
     return a[:, None] + size[..., None] * v
 
 
-def project(a: Float[Tensor, "b d"], v: Float[Tensor, "m d"], centre: Float[Tensor, " d"]) -> Float[Tensor, "b m d"]:
+def project(
+    a: Float[Tensor, "b d"], v: Float[Tensor, "m d"], centre: Float[Tensor, " d"]
+) -> Float[Tensor, "b m d"]:
     """Each row without its part along each unit direction, seen from the centre."""
     return steer(a, v, -(a - centre) @ v.T)
 
 
-def shift(a: Float[Tensor, "b d"], v: Float[Tensor, "m d"], centre: Float[Tensor, " d"]) -> Float[Tensor, "b m d"]:
+def shift(
+    a: Float[Tensor, "b d"], v: Float[Tensor, "m d"], centre: Float[Tensor, " d"]
+) -> Float[Tensor, "b m d"]:
     """The reference code's projection: all rows move by the sum of their coefficients."""
-    return steer(a, v, -((a - centre) @ v.T).sum(0, keepdim=True).expand(len(a), -1))
+    total = ((a - centre) @ v.T).sum(0, keepdim=True)
+    return steer(a, v, -total.expand(len(a), -1))
 
 
-def resample(a: Float[Tensor, "b d"], other: Float[Tensor, "b d"], v: Float[Tensor, "k d"]) -> Float[Tensor, "b 1 d"]:
+def resample(
+    a: Float[Tensor, "b d"], other: Float[Tensor, "b d"], v: Float[Tensor, "k d"]
+) -> Float[Tensor, "b 1 d"]:
     """Each row with another row's part in the span of directions, which need not be orthogonal."""
     q = torch.linalg.qr(v.T).Q
     return (a + (other - a) @ q @ q.T)[:, None]
 
 
-@torch.no_grad()
-def before(model: Model, tokens: Int[Tensor, "b pos"], layer: int) -> tuple[Float[Tensor, "b d"], Past]:
-    """The last token's stream that enters a layer, and what the other tokens give to it from there on."""
-    past, entering, rotation = [], [], model.rotation(torch.arange(tokens.shape[1] - 1, device=model.device)[None])
-
-    def keep(site: str, i: int, value: Tensor) -> Tensor:
-        if site == "resid" and i >= layer:
-            entering.append(value[:, -1])
-            block, normed = model.layers[i], model.layers[i].ln1(value[:, :-1])
-            past.append((model.rotate(block.heads(normed, "k"), rotation), block.heads(normed, "v")))
-        return value
-
-    model.run(model.embed(tokens.to(model.device)), edit=keep)
-    return entering[0], past
+# ---- how the model and its lenses react
 
 
 @torch.no_grad()
-def after(model: Model, x: Float[Tensor, "b m d"], layer: int, past: Past) -> Float[Tensor, "b m d"]:
-    """Where m versions of each context's last token end: they see the other tokens and themselves, not each other."""
-    m, position = x.shape[1], past[0][0].shape[2]
-    seen = torch.cat([torch.ones(m, position), torch.eye(m)], 1).bool().to(x.device)
-    rotation = model.rotation(torch.full((1, m), position, device=x.device))
+def before(
+    model: Model, tokens: Int[Tensor, "b pos"], layer: int
+) -> tuple[Float[Tensor, "b d"], list[KeysValues]]:
+    """The last token's stream that enters a layer, and the other tokens' keys and values from
+    there on, block by block."""
+    resid = model.run(model.embed(tokens), stop=layer)
+    kept, keep = recording("k", "v", pick=lambda value: value[:, :, :-1])
+    model.run(resid, layer, edit=keep)
+    return resid[:, -1], list(zip(kept["k"].values(), kept["v"].values(), strict=True))
+
+
+@torch.no_grad()
+def after(
+    model: Model, x: Float[Tensor, "b m d"], layer: int, past: list[KeysValues]
+) -> Float[Tensor, "b m d"]:
+    """Where m versions of each context's last token end: they see the other tokens and themselves,
+    not each other."""
+    m = x.shape[1]
+    position = past[0][0].shape[2]
+    positions = torch.full((1, m), position, device=x.device)
+    places = position + torch.arange(m, device=x.device)[None]
+    visible = torch.cat([torch.ones(m, position), torch.eye(m)], 1).bool().to(x.device)
     for i, (keys, values) in enumerate(past, start=layer):
-        block, normed = model.layers[i], model.layers[i].ln1(x)
-        q, k = (model.rotate(block.heads(normed, slot), rotation) for slot in "qk")
-        k, v = torch.cat([keys, k], 2), torch.cat([values, block.heads(normed, "v")], 2)
-        z = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=k.shape[1] != q.shape[1])
-        x = x + model.attn_out(i, z.transpose(1, 2))
-        x = x + block.mlp_out(block.mlp_hidden(block.ln2(x)))
+        room = (F.pad(keys, (0, 0, 0, m)), F.pad(values, (0, 0, 0, m)))  # a place for each version
+        x = model.block(i, x, positions=positions, past=room, places=places, visible=visible)
     return x
 
 
-def kl(logp: Float[Tensor, "b 1 vocab"], change: Float[Tensor, "b m vocab"]) -> Float[Tensor, "b m"]:
-    """KL(before ‖ after) from the change of log-probabilities, as Σ p (e^c − 1 − c): small ones stay exact in float32."""
+def kl(
+    logp: Float[Tensor, "b 1 vocab"], change: Float[Tensor, "b m vocab"]
+) -> Float[Tensor, "b m"]:
+    """KL(before ‖ after) from the change of log-probabilities, as Σ p (e^c − 1 − c): small ones
+    stay exact in float32."""
     change = change.clamp(max=80)
     return (logp.exp() * (change.expm1() - change)).sum(-1)
 
 
-def similarity(logp: Float[Tensor, "b 1 vocab"], x: Float[Tensor, "b m vocab"], y: Float[Tensor, "b m vocab"]) -> Tensor:
-    """Aitchison similarity [b m] of two changes of log-probabilities: their cosine under p, both centred under p."""
+def similarity(
+    logp: Float[Tensor, "b 1 vocab"], x: Float[Tensor, "b m vocab"], y: Float[Tensor, "b m vocab"]
+) -> Float[Tensor, "b m"]:
+    """Aitchison similarity of two changes of log-probabilities: their cosine under p, both centred
+    under p."""
     p = logp.exp()
-    x, y = x - (p * x).sum(-1, keepdim=True), y - (p * y).sum(-1, keepdim=True)
-    px, least = p * x, torch.finfo(x.dtype).tiny
-    return (px * y).sum(-1) / ((px * x).sum(-1).clamp(min=least).sqrt() * (p * y * y).sum(-1).clamp(min=least).sqrt())
+    x = x - (p * x).sum(-1, keepdim=True)
+    y = y - (p * y).sum(-1, keepdim=True)
+    least = torch.finfo(x.dtype).tiny
+    px = p * x
+    length_x = (px * x).sum(-1).clamp(min=least).sqrt()
+    length_y = (p * y * y).sum(-1).clamp(min=least).sqrt()
+    return (px * y).sum(-1) / (length_x * length_y)
 
 
 class Probe:
     """One layer of a model on some contexts, and the lenses that read it."""
 
-    def __init__(self, model: Model, tokens: Int[Tensor, "b pos"], layer: int, lenses: dict[str, Lens]):
-        self.model, self.layer, self.lenses = model, layer, lenses
+    def __init__(
+        self, model: Model, tokens: Int[Tensor, "b pos"], layer: int, lenses: dict[str, Lens]
+    ):
+        self.model = model
+        self.layer = layer
+        self.lenses = lenses
         self.resid, self.past = before(model, tokens, layer)
 
     @torch.no_grad()
-    def react(self, move: Callable[[slice, slice], Tensor], m: int, lenses: bool = True) -> dict[str, Float[Tensor, "b m"]]:
-        """KL of the model and of each lens, and each lens's similarity, for every context and every one of m versions.
-
-        `move(contexts, versions)` gives the perturbed streams [b m d] of some of them.
-        """
+    def react(self, moved: Float[Tensor, "b m d"], lenses: bool = True) -> Reactions:
+        """How m perturbed versions of each context's stream are received: KL of the `model`, of
+        each lens by its name, and each lens's similarity to the model as `name.similarity`."""
+        m = moved.shape[1]
         names = list(self.lenses) if lenses else []
-        out = {key: torch.empty(len(self.resid), m) for key in ["model", *names, *(f"{name}.similarity" for name in names)]}
+        keys = ["model", *names, *(f"{name}.similarity" for name in names)]
+        reactions = {key: torch.empty(len(moved), m) for key in keys}
         width = min(m, PASS)
-        for i in range(0, len(self.resid), size := max(1, PASS // width)):
+        size = max(1, PASS // width)
+        for i in range(0, len(moved), size):
             rows = slice(i, i + size)
-            past, a = [(k[rows], v[rows]) for k, v in self.past], self.resid[rows, None]
-            full = self.model.log_probs(after(self.model, a, self.layer, past))  # [b 1 vocab]
-            plain = {name: self.lenses[name].log_probs(a, self.layer) for name in names}
+            past = [(k[rows], v[rows]) for k, v in self.past]
+            unmoved = self.resid[rows, None]
+            full = self.model.log_probs(after(self.model, unmoved, self.layer, past))
+            plain = {name: self.lenses[name].log_probs(unmoved, self.layer) for name in names}
             for j in range(0, m, width):
-                cell, x = (rows, slice(j, j + width)), move(rows, slice(j, j + width))
-                change = self.model.log_probs(after(self.model, x, self.layer, past)) - full
-                out["model"][cell] = kl(full, change).cpu()
+                cell = (rows, slice(j, j + width))
+                end = after(self.model, moved[cell], self.layer, past)
+                change = self.model.log_probs(end) - full
+                reactions["model"][cell] = kl(full, change).cpu()
                 for name in names:
-                    own = self.lenses[name].log_probs(x, self.layer) - plain[name]
-                    out[name][cell] = kl(plain[name], own).cpu()
-                    out[f"{name}.similarity"][cell] = similarity(full, change, own).cpu()
-        return out
+                    lens_change = self.lenses[name].log_probs(moved[cell], self.layer) - plain[name]
+                    alike = similarity(full, change, lens_change)
+                    reactions[name][cell] = kl(plain[name], lens_change).cpu()
+                    reactions[f"{name}.similarity"][cell] = alike.cpu()
+        return reactions
 
 
-def calibrate(probe: Probe, v: Float[Tensor, "m d"], draws: Float[Tensor, "b m"], target: float) -> float:
-    """The strength c at which steering by c · draw · direction moves the model by `target` on average, within 1 %."""
+def calibrate(
+    probe: Probe, v: Float[Tensor, "m d"], draws: Float[Tensor, "b m"], target: float
+) -> float:
+    """The strength c at which steering by c · draw · direction moves the model by `target` on
+    average, within 1 %."""
 
     def excess(log_c: float) -> float:
-        move = lambda i, j: steer(probe.resid[i], v[j], np.exp(log_c) * draws[i, j])  # noqa: E731
-        ratio = probe.react(move, len(v), lenses=False)["model"].mean().item() / target
+        moved = steer(probe.resid, v, float(np.exp(log_c)) * draws)
+        ratio = probe.react(moved, lenses=False)["model"].mean().item() / target
         return 0.0 if abs(ratio - 1) < 0.01 else float(np.log(max(ratio, 1e-12)))
 
     low = high = float(probe.resid.std(0).norm().log())  # as far as contexts differ
@@ -174,91 +212,170 @@ def calibrate(probe: Probe, v: Float[Tensor, "m d"], draws: Float[Tensor, "b m"]
         high += 1
     while excess(low) > 0:
         low -= 1
-    return float(np.exp(low if low == high else scipy.optimize.brentq(excess, low, high, xtol=1e-4)))
+    if low == high:
+        return float(np.exp(low))
+    return float(np.exp(scipy.optimize.brentq(excess, low, high, xtol=1e-4)))
 
 
-def measures(full: Float[np.ndarray, "*any n"], lens: Float[np.ndarray, "*any n"], similar: Float[np.ndarray, "*any n"]):
+# ---- measures
+
+
+def _pearson(
+    x: Float[np.ndarray, "*any n"], y: Float[np.ndarray, "*any n"]
+) -> Float[np.ndarray, "*any"] | float:
+    x = x - x.mean(-1, keepdims=True)
+    y = y - y.mean(-1, keepdims=True)
+    return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1)).clip(1e-300)
+
+
+def measures(
+    full: Float[np.ndarray, "*any n"],
+    lens: Float[np.ndarray, "*any n"],
+    similar: Float[np.ndarray, "*any n"],
+) -> Float[np.ndarray, "3 *any"]:
     """Pearson correlation of logs, rank correlation, mean similarity, over the last axis."""
-
-    def pearson(x, y):
-        x, y = x - x.mean(-1, keepdims=True), y - y.mean(-1, keepdims=True)
-        return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1)).clip(1e-300)
-
-    logs = [np.log(np.maximum(x, 1e-30)) for x in (full, lens)]
-    return np.stack([pearson(*logs), pearson(*(scipy.stats.rankdata(x, axis=-1) for x in logs)), similar.mean(-1)])
+    log_full = np.log(np.maximum(full, 1e-30))
+    log_lens = np.log(np.maximum(lens, 1e-30))
+    ranks = [scipy.stats.rankdata(x, axis=-1) for x in (log_full, log_lens)]
+    return np.stack([_pearson(log_full, log_lens), _pearson(*ranks), similar.mean(-1)])
 
 
-def row(found: dict[str, Tensor], name: str, s: FaithSettings) -> dict[str, float]:
-    """Measures of one lens with 95 % bands: over directions (means over contexts), or over contexts if there is one."""
-    over = 0 if found["model"].shape[1] > 1 else 1
-    each = [found[key].double().mean(over).numpy() for key in ("model", name, f"{name}.similarity")]
-    draws = np.random.default_rng(s.seed).integers(len(each[0]), size=(s.resamples, len(each[0])))
-    bands = np.quantile(measures(*(x[draws] for x in each)), [0.025, 0.975], axis=1)
-    here = {"kl": each[0].mean(), "kl_lens": each[1].mean(), "n": len(each[0])}
-    for i, (key, value) in enumerate(zip(MEASURES, measures(*each), strict=True)):
-        here |= {key: value, f"{key}_low": bands[0, i], f"{key}_high": bands[1, i]}
-    return here
+def row(reactions: Reactions, name: str, settings: FaithSettings) -> dict[str, float]:
+    """Measures of one lens with 95 % bands: over directions (means over contexts), or over contexts
+    where there is one version only."""
+    averaged = 0 if reactions["model"].shape[1] > 1 else 1
+    keys = ("model", name, f"{name}.similarity")
+    each = [reactions[key].double().mean(averaged).numpy() for key in keys]
+    n = len(each[0])
+    draws = np.random.default_rng(settings.seed).integers(n, size=(settings.resamples, n))
+    low, high = np.quantile(measures(*(x[draws] for x in each)), [0.025, 0.975], axis=1)
+    numbers = {"kl": each[0].mean(), "kl_lens": each[1].mean(), "n": n}
+    for i, (measure, value) in enumerate(zip(MEASURES, measures(*each), strict=True)):
+        numbers |= {measure: value, f"{measure}_low": low[i], f"{measure}_high": high[i]}
+    return numbers
 
 
-def layer_rows(model: Model, lenses: dict[str, Lens], maps: dict[str, Tensor], data: Streams, train: Tensor, test: Tensor,
-               s: FaithSettings, layer: int) -> list[dict]:  # fmt: skip
+# ---- the experiment
+
+
+def layer_rows(
+    model: Model,
+    lenses: dict[str, Lens],
+    maps: dict[str, Float[Tensor, "d d"]],
+    data: Readings,
+    train: Int[Tensor, "n pos"],
+    test: Int[Tensor, "m pos"],
+    settings: FaithSettings,
+    layer: int,
+) -> list[dict]:
     """Every perturbation at one layer: a row for each basis and each lens."""
-    stream, rng = data.resid[layer], runs.generator(s.seed * 1009 + layer)
-    centre, half = stream.mean(0), root(torch.cov(stream.T))
-    normal = lambda *shape: torch.randn(*shape, generator=rng).to(half)  # noqa: E731
-    some = torch.randperm(model.d_model, generator=rng)[: s.directions].to(stream.device)
-    leading = max(1, round(s.share * model.d_model))
-    there, cal = (Probe(model, part[: s.contexts], layer, lenses) for part in (test, train))
-    many, rows = Probe(model, test[: s.resampled], layer, lenses), []
-    partner = many.resid.roll(1, 0)
-    whole = {"random": F.normalize(normal(s.directions, model.d_model) @ half, dim=-1)}
-    whole |= {name: basis(W, half) for name, W in maps.items()}
+    streams = data.resid[layer]
+    rng = machine.generator(settings.seed * 1009 + layer)
+    centre = streams.mean(0)
+    half = root(torch.cov(streams.T))
+    rows = []
 
-    def note(perturbation: str, name: str, found: dict[str, Tensor], strength: float | None = None):
-        about = {"layer": layer, "perturbation": perturbation, "basis": name, "strength": strength}
-        rows.extend({**about, "lens": lens, **row(found, lens, s)} for lens in lenses)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng).to(half)
 
-    for name, every in whole.items():
-        v, kind = (every, "random") if name == "random" else (every[some], "basis")
-        here, draws = normal(len(there.resid), len(v)), normal(len(cal.resid), len(v))
-        c = calibrate(cal, v, draws, s.target)
-        note(f"steer_{kind}", name, there.react(lambda i, j, v=v, h=c * here: steer(there.resid[i], v[j], h[i, j]), len(v)), c)
-        note(f"project_{kind}", name, there.react(lambda i, j, v=v: project(there.resid[i], v[j], centre), len(v)))
+    def note(
+        perturbation: str, basis: str, reactions: Reactions, strength: float | None = None
+    ) -> None:
+        place = {"layer": layer, "perturbation": perturbation, "basis": basis, "strength": strength}
+        for lens in lenses:
+            rows.append({**place, "lens": lens, **row(reactions, lens, settings)})
+
+    some = torch.randperm(model.d_model, generator=rng)[: settings.directions].to(streams.device)
+    leading = max(1, round(settings.share * model.d_model))
+    probe = Probe(model, test[: settings.contexts], layer, lenses)
+    calibration = Probe(model, train[: settings.contexts], layer, lenses)
+    resampled = Probe(model, test[: settings.resampled], layer, lenses)
+    partners = resampled.resid.roll(1, 0)
+    random = F.normalize(normal(settings.directions, model.d_model) @ half, dim=-1)
+    bases = {"random": random} | {name: basis(W, half) for name, W in maps.items()}
+    for name, directions in bases.items():
+        kind = "random" if name == "random" else "basis"
+        v = directions if name == "random" else directions[some]
+        draws = normal(len(probe.resid), len(v))
+        calibration_draws = normal(len(calibration.resid), len(v))
+        strength = calibrate(calibration, v, calibration_draws, settings.target)
+        steered = steer(probe.resid, v, strength * draws)
+        note(f"steer_{kind}", name, probe.react(steered), strength)
+        note(f"project_{kind}", name, probe.react(project(probe.resid, v, centre)))
         if name != "random":
-            lead = every[:leading]
-            note("resample_basis", name, many.react(lambda i, j, v=lead: resample(many.resid[i], partner[i], v), 1))
-    for name, W in maps.items() if s.published else ():
-        columns = published_basis(W, half)[some]
-        for perturbation, how, v in zip(PUBLISHED, (shift, project, shift), (whole[name][some], columns, columns), strict=True):
-            x = how(there.resid, v, centre)
-            note(perturbation, name, there.react(lambda i, j, x=x: x[i, j], len(some)))
+            swapped = resample(resampled.resid, partners, directions[:leading])
+            note("resample_basis", name, resampled.react(swapped))
+    if settings.reference:
+        for name, W in maps.items():
+            v = bases[name][some]
+            columns = reference_basis(W, half)[some]
+            note("shift_basis", name, probe.react(shift(probe.resid, v, centre)))
+            note("project_columns", name, probe.react(project(probe.resid, columns, centre)))
+            note("shift_columns", name, probe.react(shift(probe.resid, columns, centre)))
     return rows
 
 
-def faithfulness(model: Model, lenses: dict[str, Lens], maps: dict[str, Lens], data: Streams, train: Int[Tensor, "n pos"],
-                 test: Int[Tensor, "m pos"], layers: Sequence[int] | None = None,
-                 settings: FaithSettings | None = None) -> pd.DataFrame:  # fmt: skip
-    """A row for each layer, perturbation, basis and lens; every lens is probed in every basis, each layer is a run.
+@store.with_settings
+def faithfulness(
+    model: Model,
+    lenses: dict[str, Lens],
+    maps: dict[str, Lens],
+    data: Readings,
+    train: Int[Tensor, "n pos"],
+    test: Int[Tensor, "m pos"],
+    layers: Sequence[int] | None = None,
+    *,
+    settings: FaithSettings,
+) -> pd.DataFrame:
+    """A row for each layer, perturbation, basis and lens; every lens is probed in every basis, and
+    each layer is a run.
 
-    `lenses` are those that are probed, `maps` the linear lenses whose bases are used (for OCA the one that copies it),
-    `data` the streams of train contexts, for mean and covariance. Strengths are calibrated on `train`, all else is `test`.
+    `lenses` are those that are probed, `maps` the linear lenses whose bases are used (for OCA the
+    one that copies it), `data` the readings of train contexts, for mean and covariance. Strengths
+    are calibrated on `train`, all else is measured on `test`.
     """
-    s, layers = settings or FaithSettings(), range(model.n_layers) if layers is None else layers
-    if strangers := [name for name, lens in maps.items() if "W" not in lens.tensors]:
-        raise ValueError(f"a causal basis comes from a linear map: {strangers[0]!r} has none (use kind tuned or linear)")
+    layers = range(model.n_layers) if layers is None else layers
+    for name, lens in maps.items():
+        if not isinstance(lens, TunedLens):
+            raise ValueError(
+                f"a causal basis comes from a linear map: {name!r} has none "
+                "(use kind tuned or linear)"
+            )
     if not layers or not 0 <= min(layers) <= max(layers) < model.n_layers:
         raise ValueError(f"layers {list(layers)}: '{model.name}' has 0 … {model.n_layers - 1}")
     if len(data) <= model.d_model:
-        raise ValueError(f"a covariance of {model.d_model} coordinates needs more contexts than that, not {len(data)}")
-    if max(s.contexts, s.resampled) > len(test) or s.contexts > len(train) or min(s.directions, s.contexts, s.resampled) < 2:
-        raise ValueError(f"{s} does not fit {len(train)} train and {len(test)} test contexts; two of everything is the least")
-    tensors = [x for lens in (*lenses.values(), *maps.values()) for x in lens.tensors.values()]
-    prints = [runs.sha256(x.cpu().numpy().tobytes())[:16] for x in tensors]
-    names, seen = (*lenses, *maps), runs.sha256([train[: s.contexts].tolist(), test[: s.resampled].tolist()])[:16]
-    frames = []
-    for layer in runs.progress(layers, desc="faithfulness, layer by layer"):
-        job = Job(**asdict(s), layer=layer, data=(*names, *prints, data.fingerprint, seen))
-        W = {name: lens.tensors["W"][layer] for name, lens in maps.items()}
-        compute = lambda _, layer=layer, W=W: {"rows": layer_rows(model, lenses, W, data, train, test, s, layer)}  # noqa: E731
-        frames.append(runs.run("faithfulness", job, compute, model=model, version=VERSION, key=f"layer{layer:02}").frame())
-    return pd.concat(frames, ignore_index=True)
+        raise ValueError(
+            f"a covariance of {model.d_model} coordinates needs more contexts than that, "
+            f"not {len(data)}"
+        )
+    most = max(settings.contexts, settings.resampled)
+    if most > len(test) or settings.contexts > len(train):
+        raise ValueError(
+            f"{settings} does not fit {len(train)} train and {len(test)} test contexts"
+        )
+    inputs = {
+        "lenses": {name: lens.fingerprint for name, lens in lenses.items()},
+        "maps": {name: lens.fingerprint for name, lens in maps.items()},
+        "data": data.fingerprint,
+        "contexts": store.fingerprint(train[: settings.contexts], test[:most]),
+    }
+
+    def layer_table(layer: int) -> pd.DataFrame:
+        matrices = {name: lens.tensors["W"][layer] for name, lens in maps.items()}
+
+        def compute(_: store.Snapshots) -> store.Numbers:
+            rows = layer_rows(model, lenses, matrices, data, train, test, settings, layer)
+            return {"rows": rows}
+
+        return store.run(
+            "faithfulness",
+            settings,
+            compute,
+            model=model,
+            inputs={**inputs, "layer": layer},
+            version=VERSION,
+            key=f"layer{layer:02}",
+        ).frame()
+
+    layers = machine.progress(layers, desc="faithfulness, layer by layer")
+    return pd.concat([layer_table(layer) for layer in layers], ignore_index=True)

@@ -1,17 +1,40 @@
-"""Fills, the values that flow along ablated edges; and the stream, where what is written stands beside them."""
+"""What replaces a value: one entry for each ablation, with its form for single components and its
+form for edges.
+
+An `Ablation` is a name with a rule. A rule gives constants (made from the train prompts), or other
+prompts whose values are used, or noise on top of the value; both forms follow from it.
+`component_fills` is what stands in for the components of one layer, one after the other;
+`edge_fill` is what flows along all ablated edges of a circuit at once.
+"""
 
 from __future__ import annotations
 
-from math import prod
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from einops import rearrange
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from oa_utils import machine
+from oa_utils.models import Model
+from oa_utils.sites import CleanPrompts, Site, find
+from oa_utils.tasks import Task
 
 if TYPE_CHECKING:
     from oa_utils.masked import MaskedModel
+
+FAMILIES = ("position", "shared")  # of constants: one for each position, or one for all
+# the shared mean leaves out earlier positions, as in the paper, where prompts are long enough
+FIRST_SHARED = 9
+KEPT_BYTES = 5e8  # of activations that a search keeps and does not compute anew in every step
+
+
+# ---- values that fill edges
 
 
 class Constants(NamedTuple):
@@ -25,27 +48,8 @@ class Constants(NamedTuple):
         """The fill of these examples: constants are the same for all."""
         return self
 
-    def _at(self, masked: MaskedModel, batch: int, length: int) -> Fill:
-        model = masked.model
-        layers, heads, d, d_head = model.n_layers, model.n_heads, model.d_model, model.d_head
-        lead = self.embed.shape[:-1]
-        got = tuple(tuple(part.shape) for part in self)
-        if len(lead) > 1 or 0 in lead or got != ((*lead, d), (*lead, layers, heads, d_head), (*lead, layers, d)):
-            raise ValueError(
-                f"Constants(embed, heads, mlps) of '{model.name}' have shapes [{d}], [{layers}, {heads}, {d_head}], "
-                f"[{layers}, {d}], or these with one leading axis of positions on each; got {', '.join(map(str, got))}"
-            )
-        parts = [part.to(model.device, model.dtype) for part in self]
-        embed, z, mlps = parts if lead else [part[None] for part in parts]
-        if len(embed) > 1:  # row 0 is for position 0, which is never ablated, unless it is the only row
-            at = torch.arange(1, length, device=embed.device).clamp(max=len(embed) - 1)
-            embed, z, mlps = embed[at], z[at], mlps[at]
-        embed, mlps = masked.centre(embed)[None], masked.centre(mlps).transpose(0, 1)[:, None]  # [1 p d], [layer 1 p d]
-        heads = torch.einsum("plhe,lhed->lhpd", z, masked.W_O)
-        each = torch.cat((embed, torch.cat((heads, mlps), dim=1).flatten(0, 1)))
-        attn = heads.sum(1, keepdim=True) + masked.b_O[:, None, None]
-        z = z.permute(1, 2, 0, 3)[:, :, None]
-        return Fill(embed.detach(), z.detach(), attn.detach(), mlps.detach(), each)
+    def clone(self) -> Constants:
+        return Constants(*(part.detach().clone() for part in self))
 
 
 class Activations(NamedTuple):
@@ -60,232 +64,357 @@ class Activations(NamedTuple):
         """The fill of these examples, for micro-batches or for several masks on one prompt."""
         if isinstance(index, slice):
             return Activations(*(part[index] for part in self))
-        return Activations(*(part.index_select(0, index.to(part.device)) for part in self))  # ten times as fast as part[index]
+        # index_select is ten times as fast as part[index]
+        return Activations(*(part.index_select(0, index.to(part.device)) for part in self))
 
     def cut(self, length: int) -> Activations:
         return Activations(*(part[:, :length] for part in self))
 
-    def _at(self, masked: MaskedModel, batch: int, length: int) -> Fill:
-        model = masked.model
-        wanted = [batch, length, model.n_layers, model.n_heads, model.d_head]
-        if list(self.heads.shape) != wanted:
-            raise ValueError(
-                f"activations that fill {batch} prompts of {length} tokens have heads of shape {wanted}, got "
-                f"{list(self.heads.shape)}; fill.rows(index) selects or repeats prompts"
-            )
-        embed, heads, attn, mlps = (part[:, 1:].detach() for part in self)
-        attn, mlps = (masked.centre(part).permute(2, 0, 1, 3) for part in (attn, mlps))
-        return Fill(masked.centre(embed), heads.permute(2, 3, 0, 1, 4), attn, mlps, None)
+
+# ---- means over prompts
 
 
-class Fill(NamedTuple):
-    """A fill at positions 1.. as the engine uses it: centred if the model's norms are; axes b and p may have size 1."""
+@dataclass(frozen=True, eq=False)
+class PositionMeans:
+    """A component's mean at each position that some prompt has, how many prompts have it, and its
+    spread."""
 
-    embed: Float[Tensor, "b p d"]
-    z: Float[Tensor, "layer head b p d_head"]
-    attn: Float[Tensor, "layer b p d"]
-    mlps: Float[Tensor, "layer b p d"]
-    each: Float[Tensor, "writer p d"] | None  # constants as they enter the stream: what carries their gradient
+    count: Int[Tensor, " pos"]
+    mean: Float[Tensor, "pos dim"]
+    std: Float[Tensor, " dim"]  # over prompts and positions from 1 on
 
-    def at(self, position: Int[Tensor, " batch"]) -> Fill:
-        """The fill at one position of each example."""
-        return Fill(*(at_position(part, position) for part in self[:4]), self.each)
+    @property
+    def common_end(self) -> int:
+        """The last position that every prompt has."""
+        return int((self.count == self.count[0]).sum()) - 1
+
+    @property
+    def scale(self) -> float:
+        """The spread as one number: root mean square over coordinates."""
+        return max(self.std.square().mean().sqrt().item(), 1e-6)
+
+    def pooled(self, start: int) -> Float[Tensor, "1 dim"]:
+        """The mean of all values at this position and behind it: each position counts by its
+        prompts."""
+        weight = self.count[start:, None] / self.count[start:].sum()
+        return (self.mean[start:] * weight).sum(0, keepdim=True)
+
+    def rows(self, family: str) -> Float[Tensor, "P dim"]:
+        """Constants, of which position i takes row min(i, P−1).
+
+        `position`: own means up to the last position that every prompt has, where one row is pooled
+        from all that is there or behind, so that no row tells a prompt by its length. `shared`: one
+        row, of positions from 9 on (as in the paper; from 1 where some prompt ends by then).
+        """
+        end = self.common_end
+        if family == "shared":
+            return self.pooled(FIRST_SHARED if end > FIRST_SHARED else 1)
+        return torch.cat([self.mean[:end], self.pooled(end)])
 
 
-def at_position(x: Float[Tensor, "*any b p d"], position: Int[Tensor, " batch"]) -> Float[Tensor, "*any b 1 d"]:
-    """x at one position of each example; what is the same at all positions stays as it is."""
-    if x.shape[-2] == 1:
-        return x
-    rows = torch.arange(len(position), device=position.device)
-    return x.expand(*x.shape[:-3], len(position), -1, -1)[..., rows, position, :][..., None, :]
+@torch.no_grad()
+def layer_means(prompts: CleanPrompts, sites: Sequence[Site]) -> dict[str, PositionMeans]:
+    """Means of components of one layer, added up over the positions that are part of a prompt."""
+    longest = int(prompts.last.max()) + 1
+    device = prompts.last.device
+    count = torch.zeros(longest, dtype=torch.int64, device=device)
+    sums = {
+        site.name: torch.zeros(2, longest, site.dim, dtype=torch.float64, device=device)
+        for site in sites
+    }
+    for rows in prompts.chunks(prompts.pass_rows):
+        block = prompts.block(sites[0].layer, rows)
+        length = block.before.shape[1]
+        inside = torch.arange(length, device=device) <= prompts.last[rows, None]
+        count[:length] += inside.sum(0)
+        for site in sites:
+            value = block.value(site).double() * inside[..., None]
+            sums[site.name][:, :length] += torch.stack([value.sum(0), value.square().sum(0)])
+    means = {}
+    n = count[1:].sum()
+    for name, (total, squares) in sums.items():
+        variance = squares[1:].sum(0) / n - (total[1:].sum(0) / n).square()
+        std = variance.clamp(min=0).sqrt().float()
+        means[name] = PositionMeans(count, (total / count[:, None]).float(), std)
+    return means
 
 
-def pick(x: Tensor, dim: int, index: Int[Tensor, " n"]) -> Tensor:
-    """x at these indices, which are in order, so that all of them means x itself."""
-    return x if len(index) == x.shape[dim] else x.index_select(dim, index)
+# ---- ablations
+
+MeansOf = Callable[[str], PositionMeans]  # of a site, over train `prompts` or `counterfactuals`
+ConstantRule = Callable[[Site, Model, MeansOf, str], Float[Tensor, "P dim"]]
+Draw = int | torch.Generator  # a derangement of the whole part by its seed, or partners drawn anew
+PromptRule = Callable[[Task, Int[Tensor, " b"], Draw], Int[Tensor, "b pos"]]
 
 
-def rows_of(like: Tensor, n: int, *shape: int) -> Float[Tensor, "n batch pos d"]:
-    """n rows to be filled, with a gap after each: rows a multiple of 4 KB apart would fight for cache lines."""
-    size = prod(shape)
-    return like.new_empty(n, size + 528)[:, :size].unflatten(1, shape)
+class Ablation(str):
+    """The name of an ablation, with the rule that makes its fills. Wherever a name goes, one of
+    these can go.
 
-
-class Stream:
-    """value − fill of every live writer so far, in one buffer; row 0 holds what the edges carry when all are ablated.
-
-    Writes and reads are autograd functions that share the buffer and one more for its gradient. `token`, an empty
-    tensor handed from write to write and into every read, tells autograd their order: a write's backward comes after
-    those of all its readers. The buffers are used up by it: one backward for one forward.
+    One of: `constants(site, model, means, family)` gives rows [P, dim] for a component, from
+    `means("prompts").rows(family)` and the like; `prompts(task, rows, draw)` gives other prompts,
+    laid under those of these rows; `noise` adds noise (it has no form for edges). The name goes
+    into every result: a changed rule wants another name.
     """
 
-    def __init__(self, fill: Fill, live: Bool[Tensor, " writer"], shape: tuple[int, int, int], eps: float, everywhere):
-        self.fill, self.base, self.live, self.eps, self.everywhere = fill, fill.embed, live, eps, everywhere
-        self.row = [1, *(1 + live.cumsum(0)).tolist()]  # of each writer, and behind the last
-        self.values = rows_of(fill.embed, *shape, fill.embed.shape[-1])
-        self.grads = self.fill_grads = self.position = None
-        self.token = self.values.new_empty(0)
+    constants: ConstantRule | None
+    prompts: PromptRule | None
+    noise: bool
+    total: bool  # the fill knows nothing of the prompt
+    families: bool  # its constants can be one for each position, or one for all
+    trained: bool  # the constants are only where training starts
+    random: bool  # several draws are averaged
+    counterfactuals: bool  # it needs a task that has them
 
-    def open(self) -> Stream:
-        """The start of the chain of tokens, so the end of backward."""
-        each = self.fill.each
-        if each is not None and each.requires_grad and torch.is_grad_enabled():
-            self.fill_grads = torch.zeros_like(each)
-        else:
-            each = self.token.requires_grad_(torch.is_grad_enabled())
-        self.token = _Open.apply(each, self)
+    def __new__(
+        cls,
+        name: str,
+        *,
+        constants: ConstantRule | None = None,
+        prompts: PromptRule | None = None,
+        noise: bool = False,
+        total: bool = True,
+        families: bool = False,
+        trained: bool = False,
+        random: bool = False,
+        counterfactuals: bool = False,
+    ) -> Ablation:
+        self = super().__new__(cls, name)
+        self.constants = constants
+        self.prompts = prompts
+        self.noise = noise
+        self.total = total
+        self.families = families
+        self.trained = trained
+        self.random = random
+        self.counterfactuals = counterfactuals
         return self
 
-    def at(self, position: Int[Tensor, " batch"]) -> Stream:
-        """A stream that goes on, with all its writers, at one position of each example."""
-        shape = 1 + int(self.live.sum()), len(position), 1
-        new = Stream(self.fill.at(position), self.live, shape, self.eps, self.everywhere)
-        new.base, new.position, new.fill_grads = at_position(self.base, position), position, self.fill_grads
-        new.token = _At.apply(self.token, self, new)
-        return new
-
-    def write(self, vertex: int, x: Float[Tensor, "n batch pos _"], weight: Tensor | None = None) -> None:
-        """Puts value − fill of n live writers, the first one `vertex`, into their rows; through `weight` if given."""
-        self.token = _Write.apply(self.token, x, weight, self, self.row[vertex])
-
-    def read(self, mask: Float[Tensor, "b reader writer"], first: int = 0) -> Float[Tensor, "reader batch pos d"]:
-        """The readers' inputs; if `first` is not 0, only what the writers from there on add to them."""
-        return _Read.apply(self.token, mask, self.values.new_empty(0, self.values.shape[-1], 0), self, first)[1]
-
-    def project(self, mask: Float[Tensor, "b reader writer"], weight: Float[Tensor, "n d d_head"]):
-        """The first n readers' inputs, normed and projected [n batch pos d_head]; the inputs of the other readers."""
-        return _Read.apply(self.token, mask, weight, self, 0)
-
-    def ablated(self, n: int) -> Float[Tensor, "b p d"]:
-        """The input of a reader of n writers all of whose edges are ablated, with the gradient of their constants."""
-        if self.fill_grads is None:
-            return self.base
-        total = self.fill.each[None, :n].sum(1)
-        total = total if self.position is None else at_position(total, self.position)
-        return self.base + (total - total.detach())
-
-    def gradient(self) -> Float[Tensor, "row batch pos d"]:
-        if self.grads is None:
-            self.grads = rows_of(self.values, *self.values.shape).zero_()
-        return self.grads
-
-    def add_fill_gradient(self, mask: Float[Tensor, "b r writer"], grad: Float[Tensor, "r batch pos d"], first: int):
-        """To every constant, also of dead writers, what arrives along its ablated edges."""
-        weight = 1 - mask if self.everywhere else (mask == 0).to(mask.dtype)
-        to = self.fill_grads[first : first + mask.shape[-1]]  # [writer, 1 or pos, d]
-        if to.shape[1] > 1 and self.position is not None:
-            weight = weight.expand(grad.shape[1], -1, -1)
-            to.index_add_(1, self.position, torch.einsum("brw,rbd->wbd", weight, grad[:, :, 0]))
-            return
-        grad = grad.sum(2) if to.shape[1] == 1 else grad.flatten(2)  # [reader, batch, d or pos d]
-        grad = grad if len(mask) > 1 else grad.sum(1, keepdim=True)
-        to.flatten(1).addmm_(weight.permute(2, 1, 0).flatten(1), grad.flatten(0, 1))
+    def check(self, task: Task, edges: bool = False) -> None:
+        """Refuses a task that lacks what the rule needs, and edges where there is no form for
+        them."""
+        if edges and self.noise:
+            forms = [name for name, ablation in ABLATIONS.items() if not ablation.noise]
+            raise ValueError(f"'{self}' has no form for edges: there are {', '.join(forms)}")
+        if self.counterfactuals:
+            task.need_counterfactual()
+        if self.prompts and self.random:
+            task.train.partners()
+            task.test.partners()
 
 
-class _Open(torch.autograd.Function):
-    """Where the gradients of all constants come out in the end, and the buffers go."""
-
-    @staticmethod
-    def forward(ctx, each, stream):
-        ctx.stream = stream
-        return each.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, token):
-        ctx.stream.values = ctx.stream.grads = None
-        return token if ctx.stream.fill_grads is None else ctx.stream.fill_grads, None
+def _zero(site: Site, model: Model, means: MeansOf, family: str) -> Float[Tensor, "1 dim"]:
+    """What is left of a head that read nothing is its value bias (the paper's numbers fold it into
+    b_O)."""
+    if site.value == "z":
+        bias = rearrange(model.layers[site.layer].b_V, "head e -> 1 (head e)")
+        return bias[:, site.part].float()
+    return torch.zeros(1, site.dim, device=model.device)
 
 
-class _At(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, token, wide, narrow):
-        ctx.wide, ctx.narrow = wide, narrow
-        narrow.values[: len(wide.values)] = at_position(wide.values, narrow.position)
-        return token.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, token):
-        n, batch, position = *ctx.wide.values.shape[:2], ctx.narrow.position
-        ctx.wide.gradient()[:, torch.arange(batch, device=position.device), position] += ctx.narrow.gradient()[:n, :, 0]
-        return token, None, None
+def _mean(site: Site, model: Model, means: MeansOf, family: str) -> Float[Tensor, "P dim"]:
+    return means("prompts").rows(family)
 
 
-class _Write(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, token, x, weight, stream, row):
-        ctx.weight, ctx.stream, ctx.rows = weight, stream, slice(row, row + len(x))
-        rows = stream.values[ctx.rows]
-        if weight is None:
-            rows.copy_(x)
-        else:
-            torch.bmm(x.flatten(1, 2), weight, out=rows.flatten(1, 2))
-        return token.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, token):
-        grad = ctx.stream.gradient()[ctx.rows]
-        if ctx.weight is not None:
-            grad = torch.bmm(grad.flatten(1, 2), ctx.weight.mT).unflatten(1, grad.shape[1:3])
-        return token, grad, None, None, None
+def _cf_mean(site: Site, model: Model, means: MeansOf, family: str) -> Float[Tensor, "P dim"]:
+    return means("counterfactuals").rows(family)
 
 
-class _Read(torch.autograd.Function):
-    """Mixes the writers for each reader; norm and projection of the first ones save nothing but the mixed input."""
+def _counterfactual(part: Task, rows: Int[Tensor, " b"], draw: Draw) -> Int[Tensor, "b pos"]:
+    return part.need_counterfactual()[rows]
 
-    @staticmethod
-    def forward(ctx, token, mask, weight, stream, first):
-        last = first + mask.shape[-1]
-        ctx.rows = slice(stream.row[first], stream.row[last])
-        ctx.live = slice(None)
-        if ctx.rows.stop - ctx.rows.start < mask.shape[-1]:
-            ctx.live = stream.live[first:last].nonzero()[:, 0]
-        ctx.weight, ctx.stream, ctx.first, n = weight, stream, first, len(weight)
-        values, kept = stream.values[ctx.rows], mask[..., ctx.live]
-        if first == 0:  # the base is one more writer, whose edges are all kept
-            stream.values[0] = stream.base
-            values, kept = stream.values[: ctx.rows.stop], torch.cat((torch.ones_like(mask[..., :1]), kept), -1)
-        x = rows_of(values, mask.shape[1], *values.shape[1:])
-        if len(mask) == 1:
-            torch.mm(kept[0], values.flatten(1), out=x.flatten(1))
-        else:
-            torch.bmm(kept, values.flatten(2).transpose(0, 1), out=x.flatten(2).transpose(0, 1))
-        ctx.x, y = x, x.new_empty(0, *x.shape[1:3], weight.shape[-1])
-        if n:
-            inputs = x[:n].flatten(1, 2)
-            norm = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)
-            ctx.scale = norm.square_().div_(x.shape[-1]).add_(stream.eps).rsqrt_()
-            y = torch.bmm(inputs, weight).mul_(ctx.scale).unflatten(1, x.shape[1:3])
-        ctx.save_for_backward(mask, y)
-        return y, x[n:].clone()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_y, grad_x):
-        if ctx.x is None:
-            raise RuntimeError("one backward for one masked forward: it uses up the buffers, so run the forward again")
-        (mask, y), stream, x, n = ctx.saved_tensors, ctx.stream, ctx.x, len(ctx.weight)
-        if n:
-            inputs, grad_y = x[:n].flatten(1, 2), grad_y.flatten(1, 2) * ctx.scale
-            along = (grad_y * y.flatten(1, 2)).sum(-1, keepdim=True).mul_(ctx.scale).div_(-x.shape[-1])
-            inputs.mul_(along).baddbmm_(grad_y, ctx.weight.mT)
-        x[n:] = grad_x  # x now holds the gradient of the readers' inputs
-        values, grads, grad_mask = stream.values[ctx.rows], stream.gradient()[ctx.rows], None
-        by_example, kept = x.flatten(2).transpose(0, 1), mask[..., ctx.live]
-        if ctx.needs_input_grad[1]:
-            if len(mask) == 1:
-                grad_mask = (x.flatten(1) @ values.flatten(1).T)[None]
-            else:
-                grad_mask = torch.bmm(by_example, values.flatten(2).permute(1, 2, 0))
-            if len(values) < mask.shape[-1]:
-                grad_mask = torch.zeros_like(mask).index_copy_(-1, ctx.live, grad_mask)
-        if len(mask) == 1:
-            grads.flatten(1).addmm_(kept[0].T, x.flatten(1))
-        else:
-            grads.flatten(2).transpose(0, 1).baddbmm_(kept.mT, by_example)
-        if stream.fill_grads is not None:
-            stream.add_fill_gradient(mask, x, ctx.first)
-        ctx.x = None
-        return x.new_zeros(0), grad_mask, None, None, None
+def _resample(part: Task, rows: Int[Tensor, " b"], draw: Draw) -> Int[Tensor, "b pos"]:
+    """Another prompt for each, never itself, laid under it."""
+    if isinstance(draw, int):
+        partners = part.partners(draw)[rows]
+    else:
+        partners = (rows + torch.randint(1, len(part), rows.shape, generator=draw)) % len(part)
+    both = part[torch.cat([rows, partners])]
+    swapped = torch.arange(len(both)).roll(len(rows))
+    return both.resampled(swapped)[: len(rows)]
+
+
+ABLATIONS = {
+    ablation: ablation
+    for ablation in (
+        Ablation("zero", constants=_zero),
+        Ablation("mean", constants=_mean, families=True),
+        Ablation("resample", prompts=_resample, random=True),
+        Ablation("counterfactual", prompts=_counterfactual, counterfactuals=True, total=False),
+        Ablation("cf_mean", constants=_cf_mean, families=True, counterfactuals=True),
+        Ablation("optimal", constants=_mean, families=True, trained=True),
+        Ablation("noise", noise=True, random=True, total=False),
+    )
+}
+
+
+def find_ablation(name: str) -> Ablation:
+    """The ablation of that name; an `Ablation` of one's own is itself."""
+    if isinstance(name, Ablation):
+        return name
+    if name not in ABLATIONS:
+        raise ValueError(f"there is no ablation {name!r}: there are {', '.join(ABLATIONS)}")
+    return ABLATIONS[name]
+
+
+# ---- the form for components
+
+SiteFill = Callable[[Site, Tensor], Tensor]  # of a site and its value: [1 or batch, pos, dim]
+ComponentFill = Callable[[int, Int[Tensor, " b"]], SiteFill]  # of a layer and rows of prompts
+
+
+class TaskValues:
+    """The prompts of a task on a model, with what is computed on them once: clean streams and
+    means."""
+
+    def __init__(self, model: Model, task: Task):
+        self.model = model
+        self.task = task
+        self.prompts = cache(self._prompts)
+
+    def part(self, name: str) -> Task:
+        return getattr(self.task, name)
+
+    def _prompts(self, part: str, rule: Ablation | None = None, draw: int = 0) -> CleanPrompts:
+        """A part's prompts, or those that an ablation lays under them."""
+        task = self.part(part)
+        tokens = task.tokens
+        if rule is not None:
+            tokens = rule.prompts(task, torch.arange(len(task)), draw)
+        return CleanPrompts(self.model, tokens, task.last)
+
+    def means(self, sites: Sequence[Site], source: str = "prompts") -> dict[str, PositionMeans]:
+        """Means over the train part, of components of one layer."""
+        rule = None if source == "prompts" else ABLATIONS["counterfactual"]
+        return layer_means(self.prompts("train", rule), sites)
+
+    def constants(
+        self, ablation: Ablation, family: str, sites: Sequence[Site]
+    ) -> dict[str, Float[Tensor, "P dim"]]:
+        """An ablation's constants for components of one layer, by name (of trained ones: the
+        start)."""
+        measured = cache(lambda source: self.means(sites, source))
+        return {
+            site.name: ablation.constants(
+                site, self.model, lambda source, site=site: measured(source)[site.name], family
+            )
+            for site in sites
+        }
+
+    def component_fills(
+        self,
+        ablation: Ablation,
+        family: str,
+        part: str,
+        sites: Sequence[Site],
+        draws: Sequence[int] = (0,),
+        noise: float = 3.0,
+    ) -> list[ComponentFill]:
+        """What an ablation puts in the place of components of one layer: one fill for each draw."""
+        if not ablation.random:
+            draws = draws[:1]
+        if ablation.noise:
+            std = {name: means.std for name, means in self.means(sites).items()}
+            shape = self.part(part).tokens.shape
+            return [noise_fill(std, noise, (shape[0], shape[1]), seed) for seed in draws]
+        if ablation.prompts:
+            return [activation_fill(self.prompts(part, ablation, draw)) for draw in draws]
+        return [constant_fill(self.constants(ablation, family, sites))]
+
+
+def constant_fill(table: dict[str, Float[Tensor, "P dim"]]) -> ComponentFill:
+    """The same rows for every prompt: position i takes row min(i, P−1)."""
+
+    def fill(site: Site, value: Tensor) -> Tensor:
+        rows = table[site.name].to(value.device)
+        positions = torch.arange(value.shape[1], device=rows.device)
+        return rows[positions.clamp(max=len(rows) - 1)][None]
+
+    return lambda layer, rows: fill
+
+
+def activation_fill(prompts: CleanPrompts) -> ComponentFill:
+    """The component's values on other prompts, each laid under the prompt of the same row."""
+
+    def at(layer: int, rows: Tensor) -> SiteFill:
+        block = prompts.block(layer, rows)
+        return lambda site, value: block.value(site)
+
+    return at
+
+
+def noise_fill(
+    std: dict[str, Float[Tensor, " dim"]], scale: float, shape: tuple[int, int], seed: int
+) -> ComponentFill:
+    """Gaussian noise on top of the value, `scale` times its spread; drawn by component, so grouping
+    changes nothing."""
+
+    def at(layer: int, rows: Tensor) -> SiteFill:
+        def fill(site: Site, value: Tensor) -> Tensor:
+            rng = machine.generator(zlib.crc32(f"{site.name} {seed}".encode()))
+            draw = torch.randn(*shape, site.dim, generator=rng)
+            draw = draw[rows, : value.shape[1]].to(value)
+            return value + scale * std[site.name].to(value) * draw
+
+        return fill
+
+    return at
+
+
+# ---- the form for edges
+
+# Of rows of a part; with a generator, random ablations draw anew.
+EdgeFill = Callable[..., Constants | Activations]
+
+
+def edge_constants(masked: MaskedModel, task: Task, ablation: Ablation) -> Constants:
+    """An ablation's constants for every vertex, from the train part (of trained ones: the
+    start)."""
+    key = ("constants", task.fingerprint, str(ablation))
+    if key not in masked.kept:
+        masked.kept[key] = _edge_constants(masked.model, task, ablation)
+    return masked.kept[key]
+
+
+def _edge_constants(model: Model, task: Task, ablation: Ablation) -> Constants:
+    values = TaskValues(model, task)
+    family = "shared" if ablation.trained else "position"
+    rows = {}
+    for layer in range(model.n_layers):
+        names = [f"a{layer}", f"m{layer}"] + (["embed"] if layer == 0 else [])
+        sites = [find(name, model) for name in names]
+        rows |= values.constants(ablation, family, sites)
+    z = torch.stack([rows[f"a{i}"] for i in range(model.n_layers)], 1)
+    mlps = torch.stack([rows[f"m{i}"] for i in range(model.n_layers)], 1)
+    heads = rearrange(z, "P layer (head e) -> P layer head e", e=model.d_head)
+    constants = Constants(rows["embed"], heads, mlps)
+    if ablation.trained:  # one for all positions
+        return Constants(*(part[0] for part in constants))
+    return constants
+
+
+def edge_fill(
+    masked: MaskedModel, task: Task, ablation: Ablation, part: str = "train", seed: int = 0
+) -> EdgeFill:
+    """A function that gives the fill of rows of a part; constants always come from the train
+    part."""
+    if ablation.prompts is None:
+        constants = edge_constants(masked, task, ablation)
+        return lambda rows, rng=None: constants
+    prompts = getattr(task, part)
+
+    def fill(rows: Int[Tensor, " b"], rng: torch.Generator | None = None) -> Activations:
+        draw = rng if ablation.random and rng is not None else seed
+        tokens = ablation.prompts(prompts, rows, draw)
+        return masked.activations(tokens[:, : int(prompts.last[rows].max()) + 1])
+
+    size = masked.activation_bytes(prompts.tokens.shape[1]) * len(prompts)
+    if ablation.random or size > KEPT_BYTES:
+        return fill
+    key = (str(ablation), task.fingerprint, part)
+    if key not in masked.kept:
+        tokens = ablation.prompts(prompts, torch.arange(len(prompts)), seed)
+        masked.kept[key] = masked.activations(tokens)
+    every = masked.kept[key]
+    return lambda rows, rng=None: every.rows(rows).cut(int(prompts.last[rows].max()) + 1)

@@ -1,9 +1,11 @@
-"""The residual-rewrite graph: every earlier vertex writes into every later one, heads read three times (q, k, v).
+"""The residual-rewrite graph: every earlier vertex writes into every later one, heads read three
+times (q, k, v).
 
-There is one flat order of edges. Writers: `embed`, then layer by layer the heads and the MLP. Readers: layer by layer
-the heads' q, the heads' k, the heads' v, the MLP; last `out`. The in-edges of a reader are one slice, one for
-each writer; all attention readers of a layer have the same writers, so they are one block `[3, n_heads, writers]`.
-Everything is index arithmetic: strings are made only for those who ask.
+There is one flat order of edges. Writers: `embed`, then layer by layer the heads and the MLP.
+Readers: layer by layer the heads' q, the heads' k, the heads' v, the MLP; last `out`. The in-edges
+of a reader are one slice, one for each writer; all attention readers of a layer have the same
+writers, so they are one block `[3, n_heads, writers]`. Everything is index arithmetic: strings are
+made only for those who ask.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ SLOTS = ("q", "k", "v")
 
 
 class Edge(NamedTuple):
-    """What `src` writes into one input of `dst`; `slot` is q, k or v when `dst` is a head, else empty."""
+    """What `src` writes into one input of `dst`; `slot` is q, k or v when `dst` is a head, else
+    empty."""
 
     src: str
     dst: str
@@ -38,7 +41,10 @@ class Edge(NamedTuple):
         src, arrow, dst = name.partition("->")
         dst, bracket, slot = dst.partition("<")
         if not (src and arrow and dst) or (bracket and not slot.endswith(">")):
-            raise ValueError(f"{name!r} is not the name of an edge; names look like 'a0.h1->a3.h2<q>' or 'm3->out'")
+            raise ValueError(
+                f"{name!r} is not the name of an edge; names look like 'a0.h1->a3.h2<q>' or "
+                "'m3->out'"
+            )
         return cls(src, dst, slot.removesuffix(">"))
 
 
@@ -78,7 +84,7 @@ class _Edges(Sequence):
             return False
         return True
 
-    def index(self, edge: Edge) -> int:
+    def index(self, edge: Edge | str) -> int:
         return self._graph.index(edge)
 
     def __repr__(self) -> str:
@@ -94,19 +100,25 @@ class Graph:
 
     def __post_init__(self):
         if self.n_layers < 1 or self.n_heads < 1:
-            raise ValueError(f"a graph needs at least one layer and one head, got {self.n_layers} and {self.n_heads}")
+            raise ValueError(
+                f"a graph needs at least one layer and one head, got {self.n_layers} and "
+                f"{self.n_heads}"
+            )
 
     @classmethod
     def of(cls, model) -> Graph:
         return cls(model.n_layers, model.n_heads)
 
-    def __reduce__(self):  # caches stay at home: a worker gets two integers, not millions of indices
+    def __reduce__(
+        self,
+    ):  # caches stay at home: a worker gets two integers, not millions of indices
         return Graph, (self.n_layers, self.n_heads)
 
     # ---- sizes
 
     def writers_before(self, layer: int) -> int:
-        """How many vertices write before `layer` reads, so also the index of its first head; at `n_layers`: all."""
+        """How many vertices write before `layer` reads, so also the index of its first head; at
+        `n_layers`: all."""
         return 1 + layer * (self.n_heads + 1)
 
     @cached_property
@@ -135,8 +147,11 @@ class Graph:
 
     @cached_property
     def vertices(self) -> tuple[str, ...]:
-        """`embed`, layer by layer the heads and the MLP, `out`: all but the last are the writers, in their order."""
-        layers = [[*(f"a{i}.h{j}" for j in range(self.n_heads)), f"m{i}"] for i in range(self.n_layers)]
+        """`embed`, layer by layer the heads and the MLP, `out`: all but the last are the writers,
+        in their order."""
+        layers = [
+            [*(f"a{i}.h{j}" for j in range(self.n_heads)), f"m{i}"] for i in range(self.n_layers)
+        ]
         return ("embed", *(v for layer in layers for v in layer), "out")
 
     @cached_property
@@ -145,12 +160,17 @@ class Graph:
 
     def vertex_index(self, vertex: str) -> int:
         if vertex not in self._vertex_index:
-            n, h = self.n_layers - 1, self.n_heads - 1
-            raise ValueError(f"no vertex {vertex!r} here; vertices are embed, a0.h0 to a{n}.h{h}, m0 to m{n}, out")
+            layer = self.n_layers - 1
+            head = self.n_heads - 1
+            raise ValueError(
+                f"no vertex {vertex!r} here; vertices are embed, a0.h0 to a{layer}.h{head}, "
+                f"m0 to m{layer}, out"
+            )
         return self._vertex_index[vertex]
 
     def is_head(self, vertex: str) -> bool:
-        return 0 < (i := self.vertex_index(vertex)) < self.n_vertices - 1 and i % (self.n_heads + 1) != 0
+        i = self.vertex_index(vertex)
+        return 0 < i < self.n_vertices - 1 and i % (self.n_heads + 1) != 0
 
     # ---- edges
 
@@ -160,27 +180,42 @@ class Graph:
 
     @cached_property
     def reader_slices(self) -> dict[tuple[str, str], slice]:
-        """Where the in-edges of each reader `(vertex, slot)` are; the keys are all readers in their order."""
-        slices, at = {}, 0
+        """Where the in-edges of each reader `(vertex, slot)` are; the keys are all readers in their
+        order."""
+        slices = {}
+        at = 0
         for layer in range(self.n_layers):
             w = self.writers_before(layer)
             heads = self.vertices[w : w + self.n_heads]
-            for key, n in [*(((h, s), w) for s in SLOTS for h in heads), ((f"m{layer}", ""), w + self.n_heads)]:
-                slices[key] = slice(at, at := at + n)
+            sizes = {(head, slot): w for slot in SLOTS for head in heads}
+            sizes[f"m{layer}", ""] = w + self.n_heads
+            for reader, n in sizes.items():
+                slices[reader] = slice(at, at + n)
+                at += n
         return slices | {("out", ""): slice(at, self.n_edges)}
 
-    def index(self, edge: Edge) -> int:
-        """Where an edge stands in `graph.edges`; says what is wrong with one that does not exist."""
+    def index(self, edge: Edge | str) -> int:
+        """Where an edge stands in `graph.edges`; says what is wrong with one that does not
+        exist."""
+        if isinstance(edge, str):
+            edge = Edge.parse(edge)
         src, dst, slot = Edge(*edge)
-        i, j = self.vertex_index(src), self.vertex_index(dst)
+        i = self.vertex_index(src)
+        j = self.vertex_index(dst)
         if (dst, slot) not in self.reader_slices:
             if j == 0:
                 raise ValueError(f"no edge {src} -> {dst}: nothing is read by embed")
-            need = "slot 'q', 'k' or 'v', because a head reads three times" if self.is_head(dst) else "no slot"
+            need = (
+                "slot 'q', 'k' or 'v', because a head reads three times"
+                if self.is_head(dst)
+                else "no slot"
+            )
             raise ValueError(f"an edge into {dst} has {need}; got slot {slot!r}")
         span = self.reader_slices[dst, slot]
         if i >= span.stop - span.start:
-            raise ValueError(f"no edge {src} -> {dst}: {dst} has read its input before {src} writes")
+            raise ValueError(
+                f"no edge {src} -> {dst}: {dst} has read its input before {src} writes"
+            )
         return span.start + i
 
     def _edge(self, i: int) -> Edge:
@@ -195,15 +230,15 @@ class Graph:
         slot, head = divmod(reader, self.n_heads)
         return Edge(self.vertices[src], f"a{layer}.h{head}", SLOTS[slot])
 
-    def mask(self, edges: Iterable[Edge]) -> Bool[Tensor, " n_edges"]:
-        """True at these edges."""
+    def mask(self, edges: Iterable[Edge | str]) -> Bool[Tensor, " n_edges"]:
+        """True at these edges, which may be given by their names."""
         mask = torch.zeros(self.n_edges, dtype=torch.bool)
         mask[[self.index(edge) for edge in edges]] = True
         return mask
 
     def edges_of(self, mask: Tensor) -> list[Edge]:
         """The edges whose mask is above zero, in order; one mask, `[n_edges]` or `[1, n_edges]`."""
-        self._check(mask)
+        self._check_mask(mask)
         if mask.numel() != self.n_edges:
             raise ValueError(f"edges_of takes one mask, got a batch of shape {list(mask.shape)}")
         return [self._edge(i) for i in (mask.reshape(-1) > 0).nonzero()[:, 0].tolist()]
@@ -232,38 +267,49 @@ class Graph:
     @cached_property
     def degree(self) -> Int[Tensor, " n_vertices"]:
         """Edges that touch each vertex, in or out."""
-        return torch.bincount(self.src, minlength=self.n_vertices) + torch.bincount(self.dst, minlength=self.n_vertices)
+        return torch.bincount(self.src, minlength=self.n_vertices) + torch.bincount(
+            self.dst, minlength=self.n_vertices
+        )
 
     def blocks(self, mask: Tensor) -> Blocks:
-        """Views of `mask` `[..., n_edges]`, no copy; one split, so that its backward is one concatenation."""
-        self._check(mask)
+        """Views of `mask` `[..., n_edges]`, no copy; one split, so that its backward is one
+        concatenation."""
+        self._check_mask(mask)
         *layers, out = mask.split(self._sizes, dim=-1)
-        attn = [b.unflatten(-1, (3, self.n_heads, self.writers_before(i))) for i, b in enumerate(layers[::2])]
+        attn = [
+            b.unflatten(-1, (3, self.n_heads, self.writers_before(i)))
+            for i, b in enumerate(layers[::2])
+        ]
         return Blocks(attn, list(layers[1::2]), out)
 
     def prune_dangling(self, mask: Tensor) -> Tensor:
-        """`mask` with 0 on each edge that is on no path embed -> out of edges above zero; the others keep their values.
+        """`mask` with 0 on each edge that is on no path embed -> out of edges above zero; the
+        others keep their values.
 
-        Each mask of a batch `[..., n_edges]` is pruned by itself; a head is reached by any of its q, k, v. The filter
-        carries no gradient, so the gradient of what is kept passes and that of what is dropped is zero.
+        Each mask of a batch `[..., n_edges]` is pruned by itself; a head is reached by any of its
+        q, k, v. The filter carries no gradient, so the gradient of what is kept passes and that of
+        what is dropped is zero.
         """
-        self._check(mask)
+        self._check_mask(mask)
         keep = self._on_path(mask.detach().reshape(-1, self.n_edges)).reshape(mask.shape)
         return mask * keep.to(mask.dtype)
 
     @torch.no_grad()
     def _on_path(self, mask: Tensor) -> Tensor:
-        """0/1 for each edge: a sweep from out finds what leads there, then one from embed what is reached."""
+        """0/1 for each edge: a sweep from out finds what leads there, then one from embed what is
+        reached."""
         keep = (mask > 0).float()
         attn, mlp, out = self.blocks(keep)
-        onward = out.clone()  # [batch, writers]: edges from each writer into vertices that lead to out
+        # [batch, writers]: edges from each writer into vertices that lead to out
+        onward = out.clone()
         for layer in reversed(range(self.n_layers)):
             w = self.writers_before(layer)
             m = w + self.n_heads  # the index of the layer's MLP
             onward[:, :m] += mlp[layer] * (onward[:, m : m + 1] > 0)
             heads = (onward[:, w:m] > 0).float().repeat(1, 3)[:, None]  # [batch, 1, 3 h]
             onward[:, :w] += (heads @ attn[layer].flatten(1, 2))[:, 0]
-        live = (onward > 0).float()  # leads to out; below, layer by layer, also: is reached from embed
+        # leads to out; below, layer by layer, also: is reached from embed
+        live = (onward > 0).float()
         for layer in range(self.n_layers):
             w = self.writers_before(layer)
             m = w + self.n_heads
@@ -275,6 +321,8 @@ class Graph:
         out.mul_(live)
         return keep
 
-    def _check(self, mask: Tensor) -> None:
+    def _check_mask(self, mask: Tensor) -> None:
         if mask.ndim == 0 or mask.shape[-1] != self.n_edges:
-            raise ValueError(f"a mask of {self} ends in {self.n_edges} edges, got shape {list(mask.shape)}")
+            raise ValueError(
+                f"a mask of {self} ends in {self.n_edges} edges, got shape {list(mask.shape)}"
+            )

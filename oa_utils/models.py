@@ -1,35 +1,96 @@
-"""Models: where they come from, and the layer-by-layer view that every experiment works on.
+"""Models: loading them, and the layer-by-layer view that every experiment works on.
 
-The only file that imports transformer_lens. `load_model` returns a frozen `Model`; `Model.run` walks the residual stream
-from any layer to any other and lets an `edit` change what the components write. It calls the live modules under the
-bridge directly, so hooks set on `model.bridge` do not fire in it.
+The only file that imports transformer_lens. `load_model` returns a frozen `Model`. `Model.run`
+walks the residual stream from any layer to any other, block by block, and lets an `edit` see and
+change what the components write; `recording` makes an edit that keeps values. It calls the live
+modules under the bridge directly, so hooks set on `model.bridge` do not fire in it.
 """
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from oa_utils.sources import smollm2
+from oa_utils import machine, sources
 
-DATA = Path(__file__).parent.parent / "data"
-BUNDLED = {"tiny": DATA / "models" / "tiny"}
-
-# An edit sees what a component wrote and returns what is to be used instead. Sites, by layer: "resid" (the stream that
-# enters the block), "z" [batch pos head d_head], "attn" [batch pos d], "hidden" (neurons), "mlp" [batch pos d].
+# An edit sees what a component computed and returns what is to be used instead. Sites, by layer, in
+# this order: "resid" (the stream that enters the block), "k" and "v" [batch kv_head place d_head],
+# "z" [batch pos head d_head], "attn" [batch pos d], "hidden" (neurons), "mlp" [batch pos d].
 Edit = Callable[[str, int, Tensor], Tensor]
+KeysValues = tuple[
+    Float[Tensor, "batch kv_head place d_head"], Float[Tensor, "batch kv_head place d_head"]
+]
+Rotation = tuple[Float[Tensor, "#batch pos d_head"], Float[Tensor, "#batch pos d_head"]]
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+FLOAT32_BOUND = 1e-4  # how far log-probabilities may be from Hugging Face's own
+HALF_BOUND = 0.1
+SHAPES_THE_FORWARD = (  # fields of a configuration that weights do not show
+    "model_type activation_function hidden_act hidden_activation n_head num_attention_heads "
+    "num_key_value_heads head_dim layer_norm_epsilon layer_norm_eps rms_norm_eps rope_theta "
+    "rope_scaling rope_parameters partial_rotary_factor sliding_window scale_attn_weights "
+    "scale_attn_by_inverse_layer_idx attn_logit_softcapping final_logit_softcapping "
+    "query_pre_attn_scalar logit_scale tie_word_embeddings"
+).split()
+
+
+def unchanged(site: str, layer: int, value: Tensor) -> Tensor:
+    """The edit that leaves everything as it is."""
+    return value
+
+
+def recording(
+    *sites: str, pick: Callable[[Tensor], Tensor] = lambda value: value
+) -> tuple[dict[str, dict[int, Tensor]], Edit]:
+    """An edit that changes nothing and keeps `pick(value)` of some sites: kept[site][layer]."""
+    kept: dict[str, dict[int, Tensor]] = {site: {} for site in sites}
+
+    def keep(site: str, layer: int, value: Tensor) -> Tensor:
+        if site in kept:
+            kept[site][layer] = pick(value)
+        return value
+
+    return kept, keep
+
+
+def attend(
+    q: Float[Tensor, "a b query d_head"],
+    k: Float[Tensor, "a kv key d_head"],
+    v: Float[Tensor, "a kv key width"],
+    visible: Tensor | None = None,
+) -> Float[Tensor, "a b query width"]:
+    """What queries read: of the keys up to their own place, or of those that `visible` lets them
+    see (as a bool, or as something added to the scores). Heads may share keys and values."""
+    return F.scaled_dot_product_attention(
+        q, k, v, visible, is_causal=visible is None, enable_gqa=k.shape[1] != q.shape[1]
+    )
+
+
+def rotate(
+    x: Float[Tensor, "batch head pos d_head"], rotation: Rotation | None
+) -> Float[Tensor, "batch head pos d_head"]:
+    """Queries or keys turned by their rotary positions; None turns nothing."""
+    if rotation is None:
+        return x
+    cos, sin = (part.unsqueeze(1) for part in rotation)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One block's own modules, and its attention weights head by head (k and v repeated where heads share them)."""
+    """One block's own modules, and its attention weights head by head (k and v repeated where heads
+    share them)."""
 
     attn: Any
     ln1: Callable[[Tensor], Tensor]
@@ -41,237 +102,466 @@ class Layer:
     b_V: Float[Tensor, "head d_head"]
     b_O: Float[Tensor, " d"]
 
-    def qkv_weights(self) -> tuple[Float[Tensor, "3 head d d_head"], Float[Tensor, "3 head d_head"]]:
-        """Weights and biases of q, k, v with one row for each query head: what an own input for each head needs."""
+    def qkv_weights(
+        self,
+    ) -> tuple[Float[Tensor, "3 head d d_head"], Float[Tensor, "3 head d_head"]]:
+        """Weights and biases of q, k, v with one row for each query head: what an own input for
+        each head needs."""
         weights = [self.per_head(w) for w in (self.attn.W_Q, self.attn.W_K, self.attn.W_V)]
         none = torch.zeros_like(self.b_V)
-        biases = [none if b is None else self.per_head(b) for b in (self.attn.b_Q, self.attn.b_K, self.attn.b_V)]
+        biases = [
+            none if b is None else self.per_head(b)
+            for b in (self.attn.b_Q, self.attn.b_K, self.attn.b_V)
+        ]
         return torch.stack(weights), torch.stack(biases)
 
     def per_head(self, weight: Tensor) -> Tensor:
-        return weight.repeat_interleave(self.n_heads // len(weight), dim=0)
+        """What heads share, once for each of them."""
+        return repeat(weight, "kv ... -> (kv group) ...", group=self.n_heads // len(weight))
 
-    def heads(self, x: Tensor, slot: str) -> Float[Tensor, "batch head pos d_head"]:
+    def heads(
+        self, normed: Float[Tensor, "batch pos d"], slot: str
+    ) -> Float[Tensor, "batch head pos d_head"]:
         """Queries, keys or values of a normalised stream (as many heads as the model stores)."""
-        out = getattr(self.attn, slot).original_component(x)
-        return out.unflatten(-1, (-1, self.W_O.shape[1])).transpose(1, 2)
+        flat = getattr(self.attn, slot).original_component(normed)
+        return rearrange(flat, "b pos (head e) -> b head pos e", e=self.W_O.shape[1])
+
+    def mlp(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """What the MLP writes on a stream that has the layer's attention in it."""
+        return self.mlp_out(self.mlp_hidden(self.ln2(x)))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Model:
-    """A frozen language model; `name` and `fingerprint` go into every result."""
+    """A frozen language model; `name` and `fingerprint` go into every result, `budget` says what
+    may be spent on it."""
 
     name: str
     bridge: Any
     tokenizer: Any
     bos: int
-    layers: list[Layer] = field(repr=False, default_factory=list)
+    budget: str = "default"
+    source: str = ""  # where a worker loads it from; empty: it is in this process only
+    layers: list[Layer] = field(default_factory=list)
 
     def __post_init__(self):
         config = self.bridge.cfg
-        self.n_layers, self.n_heads, self.d_model = config.n_layers, config.n_heads, config.d_model
-        self.d_head, self.d_mlp, self.d_vocab = config.d_head, config.d_mlp, config.d_vocab
-        window = getattr(self.bridge.original_model.config, "sliding_window", None)
-        self.n_ctx = min(config.n_ctx, window or config.n_ctx)
-        weight = next(self.bridge.original_model.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
-        self.fingerprint = fingerprint(self.bridge.original_model)
+        self.n_layers: int = config.n_layers
+        self.n_heads: int = config.n_heads
+        self.d_model: int = config.d_model
+        self.d_head: int = config.d_head
+        self.d_mlp: int = config.d_mlp
+        self.d_vocab: int = config.d_vocab
+        hf = self.bridge.original_model
+        window = getattr(hf.config, "sliding_window", None)
+        self.n_ctx: int = min(config.n_ctx, window or config.n_ctx)
+        weight = next(hf.parameters())
+        self.device: torch.device = weight.device
+        self.dtype: torch.dtype = weight.dtype
+        self.n_parameters: int = sum(p.numel() for p in hf.parameters())
+        self._checksum: str | None = None
+        self._fingerprint = ""
 
-    def embed_tokens(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d"]:
+    def __repr__(self) -> str:
+        shape = f"{self.n_layers} layers × {self.n_heads} heads × {self.d_model} wide"
+        return (
+            f"Model('{self.name}', {shape}, {self.d_vocab:,} tokens, {self.dtype}, {self.device})"
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of every weight and of what shapes the forward; edited weights give another
+        one."""
+        hf = self.bridge.original_model
+        now = checksum(hf)
+        if now != self._checksum:
+            self._checksum = now
+            self._fingerprint = fingerprint(hf)
+        return self._fingerprint
+
+    # ---- from tokens to the stream
+
+    def embed_tokens(self, tokens: Int[Tensor, "*batch pos"]) -> Float[Tensor, "*batch pos d"]:
         """Token embeddings alone, without positions: the component `tok`."""
         return self.bridge.embed.original_component(tokens)
 
     def add_positions(self, x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "batch pos d"]:
-        """What enters the first block: learned positions are added here, rotary ones come in attention."""
-        if hasattr(self.bridge, "pos_embed"):
-            return x + self.bridge.pos_embed.original_component(torch.arange(x.shape[1], device=x.device))
-        return x
+        """What enters the first block: learned positions are added here, rotary ones come in
+        attention."""
+        if not hasattr(self.bridge, "pos_embed"):
+            return x
+        positions = torch.arange(x.shape[1], device=x.device)
+        return x + self.bridge.pos_embed.original_component(positions)
 
     def embed(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d"]:
-        return self.add_positions(self.embed_tokens(tokens))
+        return self.add_positions(self.embed_tokens(tokens.to(self.device)))
 
-    def rotation(self, positions: Int[Tensor, "batch pos"]) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine [batch pos d_head] of the rotary positions, or None for models without."""
+    # ---- through the blocks
+
+    def rotation(self, positions: Int[Tensor, "batch pos"]) -> Rotation | None:
+        """Cosine and sine of the rotary positions, or None for models without."""
         if not hasattr(self.bridge, "rotary_emb"):
             return None
-        return self.bridge.rotary_emb.original_component(torch.empty(0, dtype=self.dtype, device=self.device), positions)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return self.bridge.rotary_emb.original_component(like, positions)
 
-    def rotate(self, x: Float[Tensor, "batch head pos d_head"], rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        if rotation is None:
-            return x
-        cos, sin = (part.unsqueeze(1) for part in rotation)
-        left, right = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-right, left), dim=-1) * sin
+    def attention(
+        self,
+        layer: int,
+        resid: Float[Tensor, "batch pos d"],
+        edit: Edit = unchanged,
+        positions: Int[Tensor, "#batch pos"] | None = None,
+        past: KeysValues | None = None,
+        places: Int[Tensor, "#batch pos"] | None = None,
+        visible: Bool[Tensor, "..."] | None = None,
+        only: Int[Tensor, " batch"] | None = None,
+    ) -> Float[Tensor, "batch query head d_head"]:
+        """Every head's z on the stream that enters a block.
 
-    def attention(self, layer: int, x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "batch pos head d_head"]:
-        """Every head's z on a normalised stream; positions count from 0 and padding is on the right."""
-        block, rotation = self.layers[layer], self.rotation(torch.arange(x.shape[1], device=x.device)[None])
-        q, k = (self.rotate(block.heads(x, slot), rotation) for slot in "qk")
-        v = block.heads(x, "v")
-        z = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
-        return z.transpose(1, 2)
+        The columns of the stream stand at `positions` (default: 0, 1, …; padding is on the right).
+        With `past`, keys and values of other columns, theirs are put into their `places` in it
+        (default: their positions). Each column sees the places up to its own position, or what
+        `visible` says. `only` asks one column of each row.
+        """
+        block = self.layers[layer]
+        normed = block.ln1(resid)
+        if positions is None:
+            positions = torch.arange(resid.shape[1], device=resid.device)[None]
+        rotation = self.rotation(positions)
+        k = rotate(block.heads(normed, "k"), rotation)
+        v = block.heads(normed, "v")
+        if past is not None:
+            k = put(past[0], k, positions if places is None else places)
+            v = put(past[1], v, positions if places is None else places)
+        k = edit("k", layer, k)
+        v = edit("v", layer, v)
+        if only is not None:
+            positions = positions.expand(len(resid), -1).gather(1, only[:, None])
+            normed = column(normed, only)
+            rotation = self.rotation(positions)
+        q = rotate(block.heads(normed, "q"), rotation)
+        if visible is None and (past is not None or only is not None):
+            key_places = torch.arange(k.shape[2], device=k.device)
+            visible = (key_places <= positions[..., None])[:, None]  # [batch 1 query place]
+        return rearrange(attend(q, k, v, visible), "b head pos e -> b pos head e")
 
-    def attn_out(self, layer: int, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos d"]:
-        return self.layers[layer].attn.o.original_component(z.flatten(-2))
+    def attn_out(
+        self, layer: int, z: Float[Tensor, "batch pos head d_head"]
+    ) -> Float[Tensor, "batch pos d"]:
+        flat = rearrange(z, "b pos head e -> b pos (head e)")
+        return self.layers[layer].attn.o.original_component(flat)
 
-    def run(self, resid: Tensor, start: int = 0, stop: int | None = None, edit: Edit | None = None) -> Tensor:
-        """The stream from the input of block `start` to the input of block `stop` (default: the model's end)."""
-        edit = edit or (lambda site, layer, value: value)
-        for i in range(start, self.n_layers if stop is None else stop):
-            block = self.layers[i]
-            resid = edit("resid", i, resid)
-            z = edit("z", i, self.attention(i, block.ln1(resid)))
-            resid = resid + edit("attn", i, self.attn_out(i, z))
-            hidden = edit("hidden", i, block.mlp_hidden(block.ln2(resid)))
-            resid = resid + edit("mlp", i, block.mlp_out(hidden))
+    def block(
+        self,
+        layer: int,
+        resid: Float[Tensor, "batch pos d"],
+        edit: Edit = unchanged,
+        only: Int[Tensor, " batch"] | None = None,
+        **attention: Any,
+    ) -> Float[Tensor, "batch query d"]:
+        """The stream behind one block; options as in `attention`."""
+        block = self.layers[layer]
+        resid = edit("resid", layer, resid)
+        z = edit("z", layer, self.attention(layer, resid, edit, only=only, **attention))
+        if only is not None:
+            resid = column(resid, only)
+        resid = resid + edit("attn", layer, self.attn_out(layer, z))
+        hidden = edit("hidden", layer, block.mlp_hidden(block.ln2(resid)))
+        return resid + edit("mlp", layer, block.mlp_out(hidden))
+
+    def run(
+        self,
+        resid: Float[Tensor, "batch pos d"],
+        start: int = 0,
+        stop: int | None = None,
+        edit: Edit = unchanged,
+    ) -> Float[Tensor, "batch pos d"]:
+        """The stream from the input of block `start` to the input of block `stop` (default: the
+        model's end)."""
+        for layer in range(start, self.n_layers if stop is None else stop):
+            resid = self.block(layer, resid, edit)
         return resid
 
-    def log_probs(self, resid: Float[Tensor, "*any d"]) -> Float[Tensor, "*any vocab"]:
-        """Final norm, unembedding, log-softmax; call it on last positions only, it is the dear part."""
-        return self.bridge.unembed.original_component(self.bridge.ln_final.original_component(resid)).log_softmax(-1)
+    def finish(
+        self,
+        resid: Float[Tensor, "batch pos d"],
+        start: int,
+        last: Int[Tensor, " batch"],
+        edit: Edit = unchanged,
+    ) -> Float[Tensor, "batch vocab"]:
+        """Log-probabilities at last positions, from the input of block `start` on; the last block
+        runs there alone."""
+        end = self.n_layers - 1
+        if start <= end:
+            resid = self.run(resid, start, end, edit)
+            return self.log_probs(self.block(end, resid, edit, only=last)[:, 0])
+        return self.log_probs(column(resid, last)[:, 0])
 
-    def __call__(self, tokens: Int[Tensor, "batch pos"], last: Int[Tensor, " batch"], edit: Edit | None = None) -> Tensor:
-        """Log-probabilities [batch, vocab] at each prompt's last position."""
-        resid = self.run(self.embed(tokens.to(self.device)), edit=edit)
-        return self.log_probs(resid[torch.arange(len(resid)), last.to(self.device)])
+    def log_probs(self, resid: Float[Tensor, "*any d"]) -> Float[Tensor, "*any vocab"]:
+        """Final norm, unembedding, log-softmax (in float32); call it on last positions only, it is
+        the dear part."""
+        normed = self.bridge.ln_final.original_component(resid)
+        return self.bridge.unembed.original_component(normed).float().log_softmax(-1)
+
+    def __call__(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        last: Int[Tensor, " batch"],
+        edit: Edit = unchanged,
+    ) -> Float[Tensor, "batch vocab"]:
+        """Log-probabilities at each prompt's last position."""
+        resid = self.run(self.embed(tokens), edit=edit)
+        return self.log_probs(column(resid, last.to(self.device))[:, 0])
+
+    # ---- text
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text as it is: no BOS, nothing added."""
         if self.tokenizer is None:
-            raise ValueError(f"model '{self.name}' has no tokenizer, so it takes tokens only; load it with one to use text")
+            raise ValueError(
+                f"model '{self.name}' has no tokenizer, so it takes tokens only; load it with one "
+                "to use text"
+            )
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    def pad(self, rows: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch"]]:
-        """Rows of ids with BOS put first, padded on the right, and the index of each row's last token."""
+    def pad(
+        self, rows: Sequence[Sequence[int]]
+    ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch"]]:
+        """Rows of ids with BOS put first, padded on the right, and the index of each row's last
+        token."""
         longest = 1 + max(map(len, rows))
         if longest > self.n_ctx:
-            raise ValueError(f"a prompt has {longest} tokens with BOS, but '{self.name}' takes at most {self.n_ctx}")
+            raise ValueError(
+                f"a prompt has {longest} tokens with BOS, but '{self.name}' takes at most "
+                f"{self.n_ctx}"
+            )
         tokens = torch.full((len(rows), longest), self.bos)
         for i, row in enumerate(rows):
             tokens[i, 1 : 1 + len(row)] = torch.tensor(row, dtype=torch.int64)
         return tokens, torch.tensor([len(row) for row in rows])
 
-    def decode(self, ids: Tensor | Sequence[int]) -> list[str]:
+    def decode(self, ids: Tensor | Sequence[int | Tensor]) -> list[str]:
         """Each id as text, for tables and axes."""
         if self.tokenizer is None:
             return [f"#{int(i)}" for i in ids]
         return [self.tokenizer.decode([int(i)]) for i in ids]
 
 
-def load_model(name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype = torch.float32,
-               revision: str | None = None) -> Model:  # fmt: skip
-    """A model by name (`tiny`, `smollm2-135m`), Hugging Face id, or folder; frozen, in eval mode, weights as they are."""
+def column(
+    x: Float[Tensor, "batch pos d"], index: Int[Tensor, " batch"]
+) -> Float[Tensor, "batch 1 d"]:
+    """One column of each row."""
+    rows = torch.arange(len(x), device=x.device)
+    return x[rows, index][:, None]
+
+
+def put(
+    past: Float[Tensor, "batch kv_head place d_head"],
+    new: Float[Tensor, "batch kv_head pos d_head"],
+    places: Int[Tensor, "#batch pos"],
+) -> Float[Tensor, "batch kv_head place d_head"]:
+    """Past keys or values with new ones in some places."""
+    return past.scatter(2, places[:, None, :, None].expand_as(new), new)
+
+
+# ---- loading
+
+
+def load_model(
+    name: str | Path,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    revision: str | None = None,
+    budget: str | None = None,
+) -> Model:
+    """A model by name (`tiny`, `smollm2-135m`), Hugging Face id, or folder; frozen, in eval mode,
+    weights as they are.
+
+    `budget` (test, default, paper; else `OA_BUDGET`) is how much experiments on it may spend and
+    where they store.
+    """
     from transformers import AutoModelForCausalLM
 
-    source, options = _find(str(name)), {"revision": revision} if revision else {}
+    source = sources.locate(str(name))
+    options = {"revision": revision} if revision else {}
     try:
         with _quiet():
-            hf = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager", **options)
+            hf, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
     except (OSError, ValueError) as error:
-        if Path(source).is_dir():
-            raise ValueError(f"the folder '{source}' holds no model that transformers can load: {error}") from error
-        raise ValueError(
-            f"'{name}' is not bundled ({', '.join([*BUNDLED, 'smollm2-135m'])}), not a folder, and no Hugging Face model of "
-            f"that id could be had (offline, or no such id): {str(error).splitlines()[0]}"
-        ) from error
-    label = str(name) if not Path(str(name)).is_dir() else Path(str(name)).resolve().name
-    return wrap(hf, _tokenizer(source, options), name=label, device=device)
+        raise ValueError(sources.why_not(str(name), source, error)) from error
+    _refuse_gaps(name, report)
+    folder = Path(str(name)).expanduser()
+    label = folder.resolve().name if folder.is_dir() else str(name)
+    tokenizer = _tokenizer(source, options)
+    model = wrap(hf, tokenizer, name=label, device=device, budget=budget)
+    model.source = str(folder.resolve()) if folder.is_dir() else str(name)
+    return model
 
 
-def wrap(hf: Any, tokenizer: Any = None, name: str = "unnamed", device: str | torch.device | None = None) -> Model:
-    """A `Model` around a Hugging Face causal language model that is in memory (it is modified in place)."""
+def _refuse_gaps(name: str | Path, report: dict[str, Any]) -> None:
+    """Weights that a folder lacks would be random ones: never load them."""
+    for word in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        keys = sorted(map(str, report.get(word) or []))
+        if keys:
+            some = ", ".join(keys[:3]) + (" …" if len(keys) > 3 else "")
+            raise ValueError(
+                f"the weights of '{name}' do not fit its configuration: "
+                f"{len(keys)} {word.replace('_', ' ')} ({some})"
+            )
+
+
+def wrap(
+    hf: Any,
+    tokenizer: Any = None,
+    name: str = "unnamed",
+    device: str | torch.device | None = None,
+    budget: str | None = None,
+) -> Model:
+    """A `Model` around a Hugging Face causal language model that is in memory (it is modified in
+    place)."""
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     hf = hf.to(pick_device(device)).eval().requires_grad_(False)
     bos = bos_of(hf.config, tokenizer, name)
     probe = (torch.arange(12, device=hf.device)[None] * 7 + bos) % hf.config.vocab_size
-    expected = hf(probe).logits.log_softmax(-1)
+    expected = hf(probe).logits.float().log_softmax(-1)
+    kind = type(hf).__name__
     try:
         with _quiet():
-            on_disk = tokenizer if "name_or_path" in getattr(tokenizer, "init_kwargs", {}) else None  # it is read again
-            bridge = build_bridge_from_module(hf, type(hf).__name__, hf_config=hf.config, tokenizer=on_disk)
+            # the bridge reads a tokenizer again from where it was saved
+            saved = "name_or_path" in getattr(tokenizer, "init_kwargs", {})
+            bridge = build_bridge_from_module(
+                hf, kind, hf_config=hf.config, tokenizer=tokenizer if saved else None
+            )
         if getattr(bridge.cfg, "parallel_attn_mlp", False):
-            raise ValueError("its attention and MLP read the same stream side by side (parallel blocks)")
-        model = Model(name, bridge.eval().requires_grad_(False), tokenizer, bos)
+            raise ValueError(
+                "its attention and MLP read the same stream side by side (parallel blocks)"
+            )
+        frozen = bridge.eval().requires_grad_(False)
+        model = Model(name, frozen, tokenizer, bos, machine.budget(budget))
         model.layers = [_layer(block) for block in bridge.blocks]
-        got = model.log_probs(model.run(model.embed(probe)))
-        z = model.attention(0, model.layers[0].ln1(model.embed(probe)))
-        head_sum = torch.einsum("bphe,hed->bpd", z, model.layers[0].W_O) + model.layers[0].b_O
-        apart = max((got - expected).abs().max().item(), (head_sum - model.attn_out(0, z)).abs().max().item())
-    except (AttributeError, KeyError, TypeError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise ValueError(f"'{name}' ({type(hf).__name__}) is of a shape that oa_utils does not support: {error}") from error
-    if not apart < (2e-3 if hf.dtype == torch.float32 else 0.3):
+        apart = _difference(model, probe, expected)
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         raise ValueError(
-            f"'{name}' ({type(hf).__name__}) is not supported: rebuilt from blocks that add first attention (the sum of its "
-            f"heads), then an MLP to one stream, its log-probabilities are off by {apart:.2g} (parallel blocks, norms after "
-            "attention, soft-capped logits and the like are not handled)"
+            f"'{name}' ({kind}) is of a shape that oa_utils does not support: {error}"
+        ) from error
+    if not apart < (FLOAT32_BOUND if hf.dtype == torch.float32 else HALF_BOUND):
+        raise ValueError(
+            f"'{name}' ({kind}) is not supported: rebuilt from blocks that add first attention "
+            "(the sum of its heads), then an MLP to one stream, its log-probabilities are off by "
+            f"{apart:.2g} (parallel blocks, norms after attention, soft-capped logits and the like "
+            "are not handled)"
         )
     return model
+
+
+def _difference(
+    model: Model, probe: Int[Tensor, "1 pos"], expected: Float[Tensor, "1 pos vocab"]
+) -> float:
+    """How far the walk through the blocks, and the sum over heads, are from the model's own
+    forward."""
+    got = model.log_probs(model.run(model.embed(probe)))
+    layer = model.layers[0]
+    z = model.attention(0, model.embed(probe))
+    head_sum = torch.einsum("bphe,hed->bpd", z, layer.W_O) + layer.b_O
+    by_heads = (head_sum - model.attn_out(0, z)).abs().max().item()
+    return max((got - expected).abs().max().item(), by_heads)
 
 
 def _layer(block: Any) -> Layer:
     """Read one block through the bridge's names, which are the same for every family."""
     attn, mlp = block.attn, block.mlp
-    inner, out = getattr(mlp, "in").original_component, mlp.out.original_component
+    inner = getattr(mlp, "in").original_component
+    out = mlp.out.original_component
     original = mlp.original_component
-    act = getattr(original, "act_fn", None) or original.act
+    activation = getattr(original, "act_fn", None) or original.act
     if hasattr(mlp, "gate"):
         gate = mlp.gate.original_component
-        hidden = lambda x: act(gate(x)) * inner(x)  # noqa: E731
+
+        def hidden(x: Tensor) -> Tensor:
+            return activation(gate(x)) * inner(x)
     else:
-        hidden = lambda x: act(inner(x))  # noqa: E731
+
+        def hidden(x: Tensor) -> Tensor:
+            return activation(inner(x))
+
     W_O = attn.W_O
-    b_V = W_O.new_zeros(W_O.shape[:2]) if attn.b_V is None else attn.b_V.repeat_interleave(len(W_O) // len(attn.b_V), dim=0)
+    b_V = W_O.new_zeros(W_O.shape[:2])
+    if attn.b_V is not None:
+        b_V = repeat(attn.b_V, "kv e -> (kv group) e", group=len(W_O) // len(attn.b_V))
     b_O = W_O.new_zeros(W_O.shape[2]) if attn.b_O is None else attn.b_O
-    return Layer(attn, block.ln1.original_component, block.ln2.original_component, hidden, out, len(W_O), W_O, b_V, b_O)
+    ln1 = block.ln1.original_component
+    ln2 = block.ln2.original_component
+    return Layer(attn, ln1, ln2, hidden, out, len(W_O), W_O, b_V, b_O)
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
-    """The device asked for, else the accelerator that torch sees, else the CPU: decided here and nowhere else."""
+    """The device asked for, else the accelerator that torch sees, else the CPU: decided here and
+    nowhere else."""
     if device is not None:
         return torch.device(device)
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
 
 
 def bos_of(config: Any, tokenizer: Any, name: str) -> int:
-    """The token put first: BOS, else EOS; a chat marker is no BOS, its models were trained on <|endoftext|>."""
-    if tokenizer is not None and tokenizer.bos_token == "<|im_start|>" and "<|endoftext|>" in tokenizer.get_vocab():
+    """The token put first: BOS, else EOS; a chat marker is no BOS, its models were trained on
+    <|endoftext|>."""
+    is_chat = tokenizer is not None and tokenizer.bos_token == "<|im_start|>"
+    if is_chat and "<|endoftext|>" in tokenizer.get_vocab():
         return tokenizer.convert_tokens_to_ids("<|endoftext|>")
     for source in (tokenizer, config):
         for field_name in ("bos_token_id", "eos_token_id"):
             token = getattr(source, field_name, None)
             if token is not None:
                 return token[0] if isinstance(token, list) else token
-    raise ValueError(f"model '{name}' names no BOS and no EOS token; set config.bos_token_id before loading it")
+    raise ValueError(
+        f"model '{name}' names no BOS and no EOS token; set config.bos_token_id before loading it"
+    )
+
+
+def _bits(value: Tensor) -> Tensor:
+    """A tensor as integers, bit by bit."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return value.detach().contiguous().view(sizes[value.element_size()])
+
+
+def checksum(module: torch.nn.Module) -> str:
+    """A hash of one weighted sum for each row of each weight: cheap, and another one after an edit
+    of a weight or a swap of neurons."""
+    digest = hashlib.sha256()
+    for value in module.state_dict().values():
+        rows = value.detach().reshape(len(value) if value.ndim else 1, -1).float()
+        places = torch.linspace(1, 2, rows.shape[1], device=rows.device)
+        digest.update((rows @ places).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def fingerprint(module: torch.nn.Module) -> str:
-    """A hash of the shapes, the dtype and a spread of up to 4,096 values of each weight."""
-    digest = hashlib.sha256()
+    """A hash of every byte of every weight, and of the fields of the configuration that shape the
+    forward."""
+    config = module.config.to_dict()
+    digest = hashlib.sha256(repr([(k, config.get(k)) for k in SHAPES_THE_FORWARD]).encode())
     for key, value in sorted(module.state_dict().items()):
-        flat = value.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 4096)].float().cpu().numpy()
         key = key.replace("._original_component", "")
-        digest.update(f"{key}{tuple(value.shape)}{value.dtype}".encode() + sample.tobytes())
+        digest.update(f"{key}{tuple(value.shape)}{value.dtype}".encode())
+        digest.update(_bits(value).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _find(name: str) -> str:
-    """The folder or hub id behind a name, with an error for folders that hold no weights."""
-    if name in BUNDLED:
-        return str(BUNDLED[name])
-    if name == "smollm2-135m":
-        return str(smollm2())
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ValueError(f"the folder '{name}' holds no config.json, so it is not a Hugging Face model folder")
-        if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-            raise ValueError(f"the folder '{name}' holds no weights (*.safetensors or pytorch_model.bin)")
-        return str(path)
-    if path.is_absolute() or name.startswith(("./", "../", "~")):
-        raise ValueError(f"there is no folder '{name}'")
-    return name
 
 
 def _tokenizer(source: str, options: dict) -> Any:
@@ -279,9 +569,10 @@ def _tokenizer(source: str, options: dict) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(source)
-    if folder.is_dir() and not any((folder / f).exists() for f in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if folder.is_dir() and not any((folder / file).exists() for file in files):
         return None
-    return AutoTokenizer.from_pretrained(source, **options)
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
 
 
 @contextmanager
@@ -289,7 +580,8 @@ def _quiet():
     """Loading bars of local files are noise; put the setting back afterwards."""
     from transformers.utils import logging
 
-    was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    was_on = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
@@ -298,3 +590,51 @@ def _quiet():
         logging.set_verbosity(level)
         if was_on:
             logging.enable_progress_bar()
+
+
+# ---- workers
+
+
+@functools.cache
+def _loaded(source: str, dtype: torch.dtype, budget: str, fingerprint: str) -> Model:
+    """A worker's own copy of a model, loaded once and refused if it is not the caller's."""
+    model = load_model(source, dtype=dtype, budget=budget)
+    if model.fingerprint != fingerprint:
+        raise RuntimeError(f"'{source}' is not the model that the caller has (it was edited)")
+    return model
+
+
+class _OnItsModel:
+    """function(model, item) with the model named, so that a worker can load it."""
+
+    def __init__(self, function: Callable, model: Model):
+        self.function = function
+        self.named = (model.source, model.dtype, model.budget, model.fingerprint)
+
+    def __call__(self, item: Any) -> Any:
+        return self.function(_loaded(*self.named), item)
+
+
+def each(
+    function: Callable[[Model, Item], Answer], model: Model, items: Iterable[Item], desc: str = ""
+) -> list[Answer]:
+    """function(model, item) of each item, in order: in workers that load the model by its name, or
+    here where there is one worker only or where this process alone has the model."""
+    items = list(items)
+    if machine.jobs() == 1 or len(items) < 2 or not _loads_elsewhere(model):
+        return [function(model, item) for item in machine.progress(items, desc=desc)]
+    return machine.parallel(_OnItsModel(function, model), items, desc)
+
+
+def _loads_elsewhere(model: Model) -> bool:
+    """Whether a worker that loads this model by its source gets the same one."""
+    if not model.source:
+        return False
+    key = (model.source, model.fingerprint)
+    if key not in _same_elsewhere:
+        again = load_model(model.source, dtype=model.dtype, budget=model.budget)
+        _same_elsewhere[key] = again.fingerprint == model.fingerprint
+    return _same_elsewhere[key]
+
+
+_same_elsewhere: dict[tuple[str, str], bool] = {}

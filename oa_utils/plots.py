@@ -1,4 +1,7 @@
-"""One look for all figures: the same colour, marker and line for the same thing everywhere, told apart in grey too."""
+"""One look for all figures.
+
+The same thing has the same colour, marker and line everywhere, and can be told apart in grey too.
+"""
 
 import io
 import os
@@ -8,20 +11,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
 from jaxtyping import Float
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from oa_utils import files
+from oa_utils import stats, store
+from oa_utils.circuits import COLOURS as SLOT_COLOURS
+from oa_utils.circuits import Circuit
+from oa_utils.graph import SLOTS, Edge
 
-# Eight colours, each a step of 9 or 10 in lightness from the next, so that a grey print keeps them apart.
-BLACK, BLUE, PURPLE, GREEN = "#262626", "#07438a", "#942d9e", "#008559"
-RED, SKY, AMBER, PINK, GREY, LIME = "#ee5c20", "#06afe7", "#f8ad00", "#fec4e2", "#a3a3a3", "#c4de89"
+# Eight colours, each a step of 9 or 10 in lightness from the next, so that a grey print keeps them
+# apart; grey and lime lie between.
+BLACK = "#262626"
+BLUE = "#07438a"
+PURPLE = "#942d9e"
+GREEN = "#008559"
+RED = "#ee5c20"
+SKY = "#06afe7"
+AMBER = "#f8ad00"
+PINK = "#fec4e2"
+GREY = "#a3a3a3"
+LIME = "#c4de89"
 
 STYLES = {  # name: (label, colour, marker, line)
     "optimal": ("OA", BLUE, "o", "-"),
@@ -49,7 +67,10 @@ STYLES = {  # name: (label, colour, marker, line)
     "gnt": ("GNT", PURPLE, "P", (0, (3, 1, 1, 1))),
     "model": ("model", "#000000", "", ":"),
 }
-LABELS, COLOURS, MARKERS, LINES = ({name: style[i] for name, style in STYLES.items()} for i in range(4))
+LABELS = {name: label for name, (label, _, _, _) in STYLES.items()}
+COLOURS = {name: colour for name, (_, colour, _, _) in STYLES.items()}
+MARKERS = {name: marker for name, (_, _, marker, _) in STYLES.items()}
+LINES = {name: line for name, (_, _, _, line) in STYLES.items()}
 HATCHES = {
     BLUE: "",
     RED: "//",
@@ -62,7 +83,8 @@ HATCHES = {
     BLACK: "||",
 }
 MODELS = {"smollm2-135m": "SmolLM2-135M-Instruct, weights rounded to 4 bits"}
-PIXELS, LEGIBLE = 600, 7  # a figure shown this wide must have letters at least this high
+PIXELS = 600  # a figure shown this wide
+LEGIBLE = 7  # must have letters at least so many pixels high
 
 
 def theme() -> None:
@@ -75,72 +97,125 @@ def theme() -> None:
         "grid.color": "#e6e6e6",
         "hatch.linewidth": 0.6,
     }
-    sns.set_theme(context="paper", style="whitegrid", palette="colorblind", font_scale=1.15, rc=settings)
+    sns.set_theme(
+        context="paper", style="whitegrid", palette="colorblind", font_scale=1.15, rc=settings
+    )
 
 
 def style(name: str) -> dict[str, Any]:
-    """Keyword arguments for `ax.plot` and `ax.errorbar`."""
-    looks = {"label": LABELS[name], "color": COLOURS[name], "marker": MARKERS[name], "linestyle": LINES[name]}
-    return {**looks, "markeredgecolor": "#333333", "markeredgewidth": 0.4}
+    """Keyword arguments for `ax.plot` and `ax.errorbar`; a name of your own is drawn in grey."""
+    label, colour, marker, line = STYLES.get(name, (name, GREY, "*", "-"))
+    return {
+        "label": label,
+        "color": colour,
+        "marker": marker,
+        "linestyle": line,
+        "markeredgecolor": "#333333",
+        "markeredgewidth": 0.4,
+    }
 
 
-def caption(model: Any, budget: str, n: int | None = None, seed: int | None = None, note: str = "") -> str:
+# ---- files
+
+
+def caption(
+    model: Any, budget: str, n: int | None = None, seed: int | None = None, note: str = ""
+) -> str:
     """What a reader must know to judge a figure."""
-    name = getattr(model, "name", model)
-    size, start = "" if n is None else f"n = {n:,}", "" if seed is None else f"seed {seed}"
-    parts = (MODELS.get(name, name), f"{budget} budget", size, start, note)
+    parts = [
+        MODELS.get(model.name, model.name),
+        f"{budget} budget",
+        "" if n is None else f"n = {n:,}",
+        "" if seed is None else f"seed {seed}",
+        note,
+    ]
     return " · ".join(part for part in parts if part)
 
 
-def folder() -> Path:
-    """Where figures go: `OA_FIGURES`, else `figures` in the repository, or a temporary folder for the test budget."""
-    usual = Path(files.scratch().name) if files.budget() == "test" else files.REPO
-    return Path(os.environ.get("OA_FIGURES") or usual / "figures")
+def folder(budget: str) -> Path:
+    """Where figures go: `OA_FIGURES`, else `figures` of the repository, or of the current folder
+    where there is no repository; those of the test budget into a temporary folder."""
+    given = os.environ.get("OA_FIGURES")
+    if given:
+        return Path(given)
+    if budget == "test":
+        return Path(store.scratch().name) / "figures"
+    return (store.repository() or Path.cwd()) / "figures"
 
 
 def save(fig: Figure, name: str, model: Any, caption: str = "") -> Path:
-    """Writes `<model>/<name>.png` with its caption below: the same bytes for the same figure, legible when small."""
+    """Writes `<model>/<name>.png` with its caption below: the same bytes for the same figure."""
     inches = fig.get_figwidth()
     for old in fig.findobj(lambda artist: artist.get_gid() == "caption"):
         old.remove()
     if caption:
-        size, lines = 8 * max(1, inches / 7), textwrap.fill(caption, 110)
-        fig.text(0.5, -0.02, lines, ha="center", va="top", fontsize=size, color="#444444", gid="caption")
-    buffer, about = io.BytesIO(), {"Software": None, "Description": caption or None}
-    fig.savefig(buffer, format="png", dpi=2 * PIXELS / inches, bbox_inches="tight", metadata=about)
-    sizes = [text.get_fontsize() for text in fig.findobj(Text) if text.get_text() and text.get_visible()]
-    if (pixels := min(sizes, default=99) / 72 * PIXELS / inches) < LEGIBLE:
-        warnings.warn(f"{name}: letters {pixels:.1f} pixels high at {PIXELS} pixels width: narrow it", stacklevel=2)
-    path = folder() / files.slug(getattr(model, "name", model)) / f"{files.slug(name)}.png"
-    files.write_bytes(path, buffer.getvalue())
+        fig.text(
+            0.5,
+            -0.02,
+            textwrap.fill(caption, 110),
+            ha="center",
+            va="top",
+            fontsize=8 * max(1, inches / 7),
+            color="#444444",
+            gid="caption",
+        )
+    buffer = io.BytesIO()
+    metadata = {"Software": None, "Description": caption or None}
+    dpi = 2 * PIXELS / inches
+    fig.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight", metadata=metadata)
+    texts = [text for text in fig.findobj(Text) if text.get_text() and text.get_visible()]
+    smallest = min((text.get_fontsize() for text in texts), default=99)
+    pixels = smallest / 72 * PIXELS / inches
+    if pixels < LEGIBLE:
+        warnings.warn(
+            f"{name}: letters {pixels:.1f} pixels high at {PIXELS} pixels width: narrow it",
+            stacklevel=2,
+        )
+    path = folder(model.budget) / store.slug(model.name) / f"{store.slug(name)}.png"
+    store.write_bytes(path, buffer.getvalue())
     return path
 
 
+# ---- bars and maps
+
+
 def bar_styles(names: Sequence[Any]) -> dict[str, list[str]]:
-    """Colour and hatch of each bar; names without a style of their own get the theme's colours in turn."""
+    """Colour and hatch of each bar; a name without a style gets one of the theme's colours."""
     spare = sns.color_palette("colorblind").as_hex()
     colours = [COLOURS.get(name, spare[i % len(spare)]) for i, name in enumerate(names)]
     return {"color": colours, "hatch": [HATCHES.get(colour, "") for colour in colours]}
 
 
 def bars(
-    ax: Axes, frame: pd.DataFrame, x: str, y: str, err: str | None = None, hue: str | None = None, log: bool = False
+    ax: Axes,
+    frame: pd.DataFrame,
+    x: str,
+    y: str,
+    err: str | None = None,
+    hue: str | None = None,
+    log: bool = False,
 ) -> None:
     """Grouped bars with the errors that the frame brings, groups and hues in its order."""
     groups = list(frame[x].unique())
     hues = list(frame[hue].unique()) if hue else [None]
     width = 0.8 / len(hues)
     for i, name in enumerate(hues):
-        part = (frame[frame[hue] == name] if hue else frame).set_index(x).reindex(groups)
-        looks = {k: v[i] for k, v in bar_styles(hues).items()} if hue else bar_styles(groups)
+        part = frame[frame[hue] == name] if hue else frame
+        part = part.set_index(x).reindex(groups)
+        looks = bar_styles(hues if hue else groups)
+        if hue:
+            looks = {key: values[i] for key, values in looks.items()}
         at = np.arange(len(groups)) + (i - (len(hues) - 1) / 2) * width
         label = LABELS.get(name, str(name)) if hue else None
         ax.bar(at, part[y], 0.95 * width, label=label, edgecolor="white", linewidth=0, **looks)
         if err:
-            ax.errorbar(at, part[y], part[err], fmt="none", ecolor="#444444", elinewidth=1, capsize=2)
+            errors = {"ecolor": "#444444", "elinewidth": 1, "capsize": 2}
+            ax.errorbar(at, part[y], part[err], fmt="none", **errors)
     ax.set_xticks(range(len(groups)), [LABELS.get(group, str(group)) for group in groups])
     ax.grid(False, axis="x")
-    ax.set(xlabel=x, ylabel=y, **({"yscale": "log"} if log else {}))
+    ax.set(xlabel=x, ylabel=y)
+    if log:
+        ax.set_yscale("log")
     if hue:
         ax.legend(title="")
 
@@ -154,9 +229,117 @@ def heatmap(
     log: bool = False,
     fmt: str = "",
 ) -> None:
-    """Darker is less, in colour and in grey alike; `fmt` (such as `.2f`) writes the numbers into the cells."""
+    """Darker is less, in colour and in grey alike; `fmt` (such as `.2f`) writes the numbers in."""
     frame = pd.DataFrame(matrix)
-    frame = frame.where(frame > 0) if log else frame
-    sns.heatmap(frame, ax=ax, cmap="viridis", norm=LogNorm() if log else None, annot=bool(fmt), fmt=fmt or ".2g")
+    norm = None
+    if log:
+        frame = frame.where(frame > 0)
+        norm = LogNorm()
+    sns.heatmap(frame, ax=ax, cmap="viridis", norm=norm, annot=bool(fmt), fmt=fmt or ".2g")
     ax.tick_params(axis="y", rotation=0)
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+
+
+# ---- circuits
+
+
+def front(ax: Axes, table: pd.DataFrame, by: str = "method", label: bool = True) -> None:
+    """Every circuit as a point with two standard errors, and the front of each method (or ablation)
+    as a line."""
+    for name, part in table.groupby(by, sort=False):
+        looks = style(name)
+        best = part.iloc[stats.pareto(part.n_edges, part.gap)]
+        ax.plot(best.n_edges, best.gap, color=looks["color"], ls=looks["linestyle"], lw=1.4)
+        looks["linestyle"] = ""
+        if not label:
+            looks["label"] = None
+        ax.errorbar(part.n_edges, part.gap, 2 * part.se, elinewidth=0.8, capsize=2, **looks)
+    ax.set(xscale="log", yscale="log", xlabel="edges", ylabel="Δ (nats)")
+    wide = table.n_edges.max() > 50 * max(1, table.n_edges.min())
+    ax.xaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def shared_legend(fig: Figure) -> None:
+    """One legend for all panels, each name once, at the right."""
+    handles = {}
+    for ax in fig.axes:
+        for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles[name] = handle
+    fig.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+
+
+def draw(circuit: Circuit, ax: Axes | None = None, max_edges: int = 500) -> Axes:
+    """Layer by head, MLPs in a column at the right; all edges go up, and q, k, v enter a head from
+    left to right.
+
+    Of a larger circuit `max_edges` are drawn, those that touch no MLP first, and a note says so.
+    """
+    n_layers = circuit.graph.n_layers
+    n_heads = circuit.graph.n_heads
+    if ax is None:
+        size = (0.5 * n_heads + 2, 0.5 * n_layers + 1.5)
+        _, ax = plt.subplots(figsize=size, layout="constrained")
+    places = _places(n_layers, n_heads)
+    edges = sorted(circuit.edges, key=_drawing_order)[:max_edges]
+    n = max(len(edges), 1)
+    width = np.clip(5 * n**-0.36, 0.5, 1.8)
+    alpha = np.clip(2.6 * n**-0.29, 0.3, 0.9)
+    for slot in ("", *SLOTS):
+        colour = SLOT_COLOURS[slot]
+        curves = [_curve(places[e.src], places[e.dst], slot) for e in edges if e.slot == slot]
+        ax.add_collection(LineCollection(curves, colors=colour, lw=width, alpha=alpha, zorder=1))
+        ax.plot([], [], color=colour, label=slot or "into MLP or out")
+    dots = np.array([place for vertex, place in places.items() if vertex[0] in "am"])
+    ax.scatter(*dots.T, s=4, color="0.85", zorder=0)
+    box = {"boxstyle": "round,pad=0.18", "fc": "white", "ec": "0.3", "lw": 0.6}
+    for vertex in circuit.vertices:
+        x, y = places[vertex]
+        ax.text(x, y, vertex, ha="center", va="center", fontsize=7, bbox=box, zorder=2)
+    ax.set(xlim=(-0.8, n_heads + 1.4), ylim=(-1.6, n_layers + 1), xlabel="head", ylabel="layer")
+    ax.set_yticks(range(n_layers))
+    ax.set_xticks([*range(n_heads), n_heads + 0.4], [*map(str, range(n_heads)), "MLP"])
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=7, frameon=False)
+    if circuit.n_edges > len(edges):
+        note = f"{len(edges)} of {circuit.n_edges} edges drawn"
+        ax.set_title(note, loc="left", fontsize=8)
+    ax.grid(False)
+    return ax
+
+
+def _places(n_layers: int, n_heads: int) -> dict[str, tuple[float, float]]:
+    """Where each vertex stands."""
+    middle = (n_heads - 1) / 2
+    places = {"embed": (middle, -1.2), "out": (middle, n_layers + 0.5)}
+    for layer in range(n_layers):
+        places |= {f"a{layer}.h{head}": (head, layer) for head in range(n_heads)}
+    places |= {f"m{layer}": (n_heads + 0.4, layer + 0.45) for layer in range(n_layers)}
+    return places
+
+
+def _drawing_order(edge: Edge) -> tuple[int, bool]:
+    """Edges that touch no MLP first, of those the ones into `out`."""
+    mlps = (edge.src[0] == "m") + (edge.dst[0] == "m")
+    return mlps, edge.dst != "out"
+
+
+def _curve(
+    start: tuple[float, float], end: tuple[float, float], slot: str, points: int = 40
+) -> Float[np.ndarray, "points 2"]:
+    """A line that leaves upward and arrives from below; in one column it bows out to pass the
+    vertices between."""
+    x0, y0 = start
+    x3, y3 = end
+    bow = min(0.25 + 0.12 * (y3 - y0), 1.1) if x0 == x3 and y3 - y0 > 1 else 0.0
+    port = {"q": -0.22, "v": 0.22}.get(slot, 0.0)
+    x0 += port / 2
+    x3 += port
+    y0 += 0.15
+    y3 -= 0.15
+    reach = 0.4 * (y3 - y0)
+    control = np.array([(x0, y0), (x0 + bow, y0 + reach), (x3 + bow, y3 - reach), (x3, y3)])
+    t = np.linspace(0, 1, points)[:, None]
+    bezier = np.hstack([(1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3])
+    return bezier @ control

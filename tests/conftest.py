@@ -1,15 +1,27 @@
-"""Small models for the tests: random ones from configs, and the bundled one. Nothing here touches a network."""
+"""Small models for the tests: random ones from configs, and the bundled one.
+
+Nothing here touches a network. Every call of a function of `oa_utils` is checked against its
+annotations, shapes included.
+"""
 
 import os
 from collections import Counter
 
+import jaxtyping
 import pytest
 import torch
+from beartype import BeartypeConf, beartype
+
+check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
+jaxtyping.install_import_hook("oa_utils", "conftest.check_types")  # before oa_utils is imported
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OA_QUIET", "1")
 LEFT_OUT: Counter[str] = Counter()
-WHY = {"real": "need SmolLM2 (make test-real)", "gpt2": "need GPT-2's weights (make test-gpt2 GPT2=folder)"}
+WHY = {
+    "real": "need SmolLM2 (make test-real)",
+    "gpt2": "need GPT-2's weights (make test-gpt2 GPT2=folder)",
+}
 
 
 def pytest_deselected(items):
@@ -29,9 +41,19 @@ def random_gpt2(seed=0, vocab=60, tokenizer=None, **shape):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    shape = {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 64} | shape
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 1}
-    return enlarge(GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer) if tokenizer else vocab, **shape, **off)))
+    config = {
+        "vocab_size": len(tokenizer) if tokenizer else vocab,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_embd": 32,
+        "n_positions": 64,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    return enlarge(GPT2LMHeadModel(GPT2Config(**config | shape)))
 
 
 def random_llama(seed=0, vocab=60, tokenizer=None, kv_heads=2, **shape):
@@ -39,9 +61,16 @@ def random_llama(seed=0, vocab=60, tokenizer=None, kv_heads=2, **shape):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48} | shape
-    size = len(tokenizer) if tokenizer else vocab
-    return enlarge(LlamaForCausalLM(LlamaConfig(vocab_size=size, num_key_value_heads=kv_heads, bos_token_id=1, **shape)))
+    config = {
+        "vocab_size": len(tokenizer) if tokenizer else vocab,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "bos_token_id": 1,
+    }
+    return enlarge(LlamaForCausalLM(LlamaConfig(**config | shape)))
 
 
 def enlarge(model):
@@ -52,7 +81,7 @@ def enlarge(model):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from oa_utils.tiny import make_tokenizer
+    from oa_utils.language import make_tokenizer
 
     return make_tokenizer()
 
@@ -85,7 +114,8 @@ def own_store(tmp_path, monkeypatch):
 
 def tokens_of(model, n=40, length=9, seed=0):
     """Random contexts behind BOS."""
-    tokens = torch.randint(2, model.d_vocab, (n, length), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(2, model.d_vocab, (n, length), generator=generator)
     tokens[:, 0] = model.bos
     return tokens
 

@@ -1,55 +1,76 @@
+import json
 import math
-import sys
-from types import ModuleType, SimpleNamespace
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import nbformat
 import numpy as np
+import pandas as pd
 import pytest
 
-from oa_utils import claims, files, runs
-from oa_utils.claims import Claim
+from oa_utils import store
+from oa_utils.paper import claims, notebooks
+from oa_utils.paper.claims import Claim
 
-MEDIAN = Claim("single.median_ratio.mean", "OA is a third of mean", 0.33, 0.305, 0.29, 0.32, True, source="r.json")
-RANK = Claim("single.spearman.mean", "ranks agree with CF", 0.825, measured=math.nan, note="not on this model")
+ROOT = Path(__file__).parent.parent
+TINY = SimpleNamespace(name="tiny", budget="default")
+OTHER = SimpleNamespace(name="gpt2", budget="default")
+MEDIAN = Claim(
+    "single.median_ratio.mean",
+    "OA is a third of mean",
+    paper_value=0.33,
+    measured=0.305,
+    low=0.29,
+    high=0.32,
+    holds=True,
+    source="r.json",
+)
+RANK = Claim(
+    "single.spearman.mean",
+    "ranks agree with CF",
+    paper_value=0.825,
+    measured=math.nan,
+    note="not on this model",
+)
+EXPERIMENT = "single_components"
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    for name in ("OA_BUDGET", "OA_MODEL"):
+    for name in ("OA_BUDGET", "OA_MODEL", "FRESH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OA_STORE", str(tmp_path / "store"))
-    monkeypatch.setattr(files, "REPO", tmp_path / "repo")
+    monkeypatch.setattr(store, "repository", lambda: tmp_path / "repo")
     return tmp_path
 
 
-@pytest.fixture
-def recomputed(monkeypatch):
-    """A function that measures claims `single.*` again."""
-    module = ModuleType("oa_fake_experiment")
-    module.again = lambda model_name, id: {"tiny": 0.31}[model_name] if id == MEDIAN.id else math.nan
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(claims.RECOMPUTE, "single", f"{module.__name__}:again")
-
-
-def publish(*items, model="tiny", experiment="single"):
+def publish(*items, model=TINY, experiment=EXPERIMENT):
     path = claims.record(items, model, experiment)
-    runs.publish()
+    store.publish(model.name)
     return path
 
 
+# ---- recorded and published
+
+
 def test_claims_come_back_as_they_were_recorded(place):
-    path = publish(MEDIAN, RANK, model=SimpleNamespace(name="tiny"))
-    assert path == place / "store" / "tiny" / "claims" / "single.json"
+    path = publish(MEDIAN, RANK)
+    assert path == place / "store" / "tiny" / "claims" / f"{EXPERIMENT}.json"
     back, rank = claims.published("tiny")
-    assert back == claims.replace(MEDIAN, model="tiny")
-    assert math.isnan(rank.measured) and rank.holds is None and rank.note == RANK.note
-    assert runs.results("tiny", "claims").id.tolist() == [MEDIAN.id, RANK.id]
+    assert back == replace(MEDIAN, model="tiny")
+    assert math.isnan(rank.measured)
+    assert rank.holds is None
+    assert rank.note == RANK.note
+    assert store.results("tiny", "claims").id.tolist() == [MEDIAN.id, RANK.id]
 
 
 def test_recording_again_replaces_and_other_experiments_stay():
     publish(MEDIAN, RANK)
-    publish(Claim("circuits.ugs", "UGS wins", holds=np.bool_(True)), experiment="circuits")
-    publish(claims.replace(MEDIAN, measured=0.4))
-    publish(MEDIAN, model="gpt2")
+    publish(Claim("circuits.ugs", "UGS wins", holds=np.bool_(True)), experiment="circuits_ioi")
+    publish(replace(MEDIAN, measured=0.4))
+    publish(MEDIAN, model=OTHER)
     frame = claims.table()
     assert sorted(zip(frame.model, frame.id, strict=True)) == [
         ("gpt2", MEDIAN.id),
@@ -57,56 +78,129 @@ def test_recording_again_replaces_and_other_experiments_stay():
         ("tiny", MEDIAN.id),
     ]
     assert claims.table("tiny").set_index("id").measured[MEDIAN.id] == 0.4
-    assert claims.published("tiny")[0].holds is True
+    assert [claim.id for claim in claims.published("tiny")] == [MEDIAN.id, "circuits.ugs"]
+    assert claims.published("tiny")[1].holds is True
 
 
-def test_claims_of_a_test_budget_are_not_published(monkeypatch):
-    monkeypatch.setenv("OA_BUDGET", "test")
-    publish(MEDIAN)
-    assert claims.table().empty and "holds" in claims.table()
+def test_claims_of_a_test_budget_are_not_published():
+    publish(MEDIAN, model=SimpleNamespace(name="tiny", budget="test"))
+    assert claims.table().empty
+    assert "holds" in claims.table()
 
 
 def test_claims_recorded_twice_or_for_another_model_are_refused():
     with pytest.raises(ValueError, match=f"twice: {MEDIAN.id}"):
-        claims.record([MEDIAN, RANK, MEDIAN], "tiny", "single")
+        claims.record([MEDIAN, RANK, MEDIAN], TINY, EXPERIMENT)
     with pytest.raises(ValueError, match="another model than tiny"):
-        claims.record([claims.replace(MEDIAN, model="gpt2")], "tiny", "single")
+        claims.record([replace(MEDIAN, model="gpt2")], TINY, EXPERIMENT)
+
+
+# ---- shown in a notebook
+
+LONG = Claim(
+    "c.long",
+    "a sentence of the paper " * 9,
+    holds=np.bool_(False),
+    measured=1234.5678,
+    low=1000,
+    high=np.float32(2e3),
+)
 
 
 def test_show_says_what_holds():
-    long = Claim(
-        "c.long", "a sentence of the paper " * 9, holds=np.bool_(False), measured=1234.5678, low=1000.0, high=2e3
-    )
-    frame = claims.show([MEDIAN, RANK, long])
+    frame = claims.show(iter([MEDIAN, RANK, LONG]))
     assert list(frame.columns) == ["claim", "the paper", "here [low, high]", "holds", "note"]
     assert frame.holds.tolist() == ["✓", "–", "✗"]
     assert frame["the paper"][0] == "OA is a third of mean (0.33)"
-    assert frame["here [low, high]"].tolist() == ["0.305 [0.29, 0.32]", "–", "1.23e+03 [1e+03, 2e+03]"]
-    assert long.paper.strip() in frame._repr_html_()
-    assert "note" not in claims.show([MEDIAN]) and claims.show([]).empty
+    numbers = ["0.305 [0.29, 0.32]", "–", "1.23e+03 [1e+03, 2e+03]"]
+    assert frame["here [low, high]"].tolist() == numbers
 
 
-def test_command_prints_the_table(capsys):
+@pytest.mark.parametrize("shown", [[LONG], [LONG, RANK]])
+def test_a_notebook_shows_whole_sentences_with_and_without_notes(shown):
+    frame = claims.show(shown)
+    assert ("note" in frame) == (len(shown) == 2)
+    assert LONG.paper.strip() in frame._repr_html_()
+    assert LONG.paper.strip() in frame.drop(columns="holds")._repr_html_()
+    assert LONG.paper.strip() not in pd.DataFrame(frame)._repr_html_()
+
+
+def test_no_claims_are_an_empty_table():
+    assert claims.show([]).empty
+
+
+# ---- in a terminal
+
+
+def test_the_list_counts_by_chapter_and_fits_the_terminal(capsys, monkeypatch):
     claims.main([])
-    assert "no claims are published yet" in capsys.readouterr().out
-    publish(MEDIAN)
-    publish(MEDIAN, model="gpt2")
+    assert "no claims are published for any model" in capsys.readouterr().out
+    publish(LONG, RANK, experiment="circuits_ioi")
+    publish(MEDIAN, RANK)
+    publish(MEDIAN, model=OTHER)
+    monkeypatch.setenv("COLUMNS", "60")
     claims.main([])
-    assert capsys.readouterr().out.count("0.305 [0.29, 0.32]") == 2
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[0] == "single_components · gpt2 · 1 ✓  0 ✗  0 –"
+    assert "circuits_ioi · tiny · 0 ✓  1 ✗  1 –" in lines
+    assert lines.index("circuits_ioi · tiny · 0 ✓  1 ✗  1 –") > 5
+    assert "5 claims: 2 ✓  1 ✗  2 –" in lines
+    assert out.count("0.305 [0.29, 0.32]") == 2
+    assert " ".join(LONG.paper.split()) in " ".join(out.split())
     claims.main(["--model", "tiny"])
     assert capsys.readouterr().out.count(MEDIAN.id) == 1
 
 
-def test_command_recomputes_one_claim(capsys, recomputed):
-    publish(MEDIAN)
+# ---- measured anew
+
+AGAIN = f"""
+import os
+from types import SimpleNamespace
+from oa_utils import store
+from oa_utils.paper.claims import Claim, record
+model = SimpleNamespace(name=os.environ["OA_MODEL"], budget=os.environ["OA_BUDGET"])
+assert not store.folder(model.budget).exists() or not list(store.folder(model.budget).iterdir())
+record([Claim({MEDIAN.id!r}, "again", measured=0.31)], model, {EXPERIMENT!r})
+"""
+
+
+def write_notebook(path, *sources):
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+@pytest.fixture
+def notebook(place):
+    """One that records another number for the claim than the one that was published."""
+    name = f"{claims.NOTEBOOKS[EXPERIMENT]}.ipynb"
+    return write_notebook(place / "repo" / "notebooks" / name, AGAIN)
+
+
+def test_one_claim_is_measured_anew_by_its_notebook_in_an_empty_store(capsys, notebook, place):
+    publish(MEDIAN, RANK)
+    kept = (place / "store" / "tiny" / "claims" / f"{EXPERIMENT}.json").read_bytes()
+    before = notebook.read_bytes()
     claims.main([MEDIAN.id, "--model", "tiny"])
-    out = capsys.readouterr().out.split()
-    assert out[out.index("stored") + 1] == "0.305"
-    assert out[out.index("recomputed") + 1] == "0.31"
-    assert float(out[out.index("difference") + 1]) == pytest.approx(0.005)
+    words = capsys.readouterr().out.split()
+    assert words[words.index("stored") + 1] == "0.305"
+    assert words[words.index("recomputed") + 1] == "0.31"
+    assert float(words[words.index("difference") + 1]) == pytest.approx(0.005)
+    assert notebook.read_bytes() == before
+    assert (place / "store" / "tiny" / "claims" / f"{EXPERIMENT}.json").read_bytes() == kept
 
 
-def test_an_unknown_id_names_the_nearest(capsys, recomputed):
+def test_a_claim_that_its_notebook_no_longer_records_says_so(capsys, notebook):
+    publish(MEDIAN, RANK)
+    with pytest.raises(SystemExit):
+        claims.main([RANK.id])
+    assert f"no longer records the claim {RANK.id}" in capsys.readouterr().err
+
+
+def test_an_unknown_id_names_the_nearest(capsys):
     publish(MEDIAN, RANK)
     with pytest.raises(SystemExit) as stop:
         claims.main(["single.medan_ratio.mean"])
@@ -114,9 +208,105 @@ def test_an_unknown_id_names_the_nearest(capsys, recomputed):
     assert f"nearest: {MEDIAN.id}" in capsys.readouterr().err
 
 
-def test_a_claim_nobody_can_recompute_says_so(capsys, monkeypatch):
-    monkeypatch.delitem(claims.RECOMPUTE, "single")
-    publish(MEDIAN)
+def test_a_claim_without_a_notebook_says_so(capsys, monkeypatch):
+    publish(MEDIAN, experiment="elsewhere")
     with pytest.raises(SystemExit):
         claims.main([MEDIAN.id])
-    assert "no function recomputes claims single.*" in capsys.readouterr().err
+    assert "no notebook records elsewhere" in capsys.readouterr().err
+    data = store.data_folder()
+    monkeypatch.setattr(store, "data_folder", lambda: data)
+    monkeypatch.setattr(store, "repository", lambda: None)
+    with pytest.raises(SystemExit):
+        claims.main([MEDIAN.id])
+    assert "in the repository only" in capsys.readouterr().err
+
+
+def test_every_notebook_records_its_claims_under_the_name_that_is_known():
+    recorded = {}
+    for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+        for name in re.findall(r"claims\.record\([^)]*,\s*model,\s*\"(\w+)\"\)", code):
+            recorded[name] = path.stem
+    assert recorded == claims.NOTEBOOKS
+
+
+# ---- the runner of notebooks
+
+
+def run_notebooks(path, monkeypatch, **environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    notebooks.main([str(path)])
+
+
+def test_the_default_run_on_tiny_is_written_back_and_others_are_not(place, monkeypatch):
+    path = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", "import os", "6 * 7")
+    before = path.read_bytes()
+    run_notebooks(path, monkeypatch, OA_BUDGET="test")
+    assert path.read_bytes() == before
+    run_notebooks(path, monkeypatch, OA_BUDGET="paper")
+    assert path.read_bytes() == before
+    paper = place / "repo" / "figures" / "tiny" / "notebooks" / "05_x.paper.ipynb"
+    assert "42" in str(nbformat.read(paper, 4).cells[1].outputs)
+    run_notebooks(path, monkeypatch, OA_BUDGET="default")
+    executed = nbformat.read(path, 4)
+    assert "42" in str(executed.cells[1].outputs)
+    assert not any("execution" in cell.metadata for cell in executed.cells)
+    once = path.read_bytes()
+    run_notebooks(path, monkeypatch)
+    assert path.read_bytes() == once
+
+
+def test_a_failed_notebook_is_kept_aside_with_its_error_and_the_others_run(
+    place, monkeypatch, capsys
+):
+    bad = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", "1 / 0")
+    good = write_notebook(place / "repo" / "notebooks" / "06_x.ipynb", "6 * 7")
+    before = bad.read_bytes()
+    with pytest.raises(SystemExit, match="1 of 2 notebooks failed"):
+        notebooks.main([str(bad), str(good)])
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    assert bad.read_bytes() == before
+    assert "ZeroDivisionError" in (place / "store" / "failed" / "05_x.ipynb").read_text()
+    assert "42" in str(nbformat.read(good, 4).cells[0].outputs)
+
+
+def test_a_relative_folder_of_a_model_is_resolved_before_the_kernel_starts(place, monkeypatch):
+    (place / "mine" / "net").mkdir(parents=True)
+    monkeypatch.chdir(place)
+    path = write_notebook(
+        place / "repo" / "notebooks" / "05_x.ipynb", "import os; print(os.environ['OA_MODEL'])"
+    )
+    run_notebooks(path, monkeypatch, OA_MODEL="mine/net")
+    executed = place / "repo" / "figures" / "net" / "notebooks" / "05_x.ipynb"
+    assert str(place / "mine" / "net") in executed.read_text()
+    (place / "tiny").mkdir()
+    assert notebooks.resolve("tiny") == "tiny"
+    assert notebooks.name_of("org/net") == "org/net"
+
+
+def test_a_wrong_budget_is_refused_before_anything_starts(place, monkeypatch, capsys):
+    monkeypatch.setattr(notebooks, "NotebookClient", None)
+    path = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", "1")
+    with pytest.raises(SystemExit) as stop:
+        run_notebooks(path, monkeypatch, OA_BUDGET="huge", FRESH="1")
+    assert stop.value.code == 2
+    assert "'huge' is not one of test, default, paper" in capsys.readouterr().err
+
+
+def test_fresh_moves_what_is_stored_aside_once(place, monkeypatch):
+    path = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", "1")
+    other = claims.record([MEDIAN], OTHER, EXPERIMENT)
+    for n in (1, 2):
+        stored = claims.record([MEDIAN], TINY, EXPERIMENT)
+        run_notebooks(path, monkeypatch, FRESH="1")
+        assert not stored.exists()
+        aside = place / "store" / "aside" / f"tiny-{n}" / "claims" / stored.name
+        assert aside.exists()
+    assert other.exists()
+    stored = claims.record([MEDIAN], TINY, EXPERIMENT)
+    run_notebooks(path, monkeypatch, FRESH="")
+    assert stored.exists()
+    run_notebooks(path, monkeypatch, FRESH="1", OA_MODEL="unknown")
+    assert stored.exists()

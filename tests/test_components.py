@@ -1,50 +1,38 @@
-"""Gaps of single components: equal to plain hooks, exact where the paper is exact, resumable, and clear about bad input."""
+"""Gaps of single components: equal to plain hooks, exact where the paper is exact, resumable, and
+clear about bad input."""
 
+import inspect
 import math
 import os
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from conftest import random_gpt2, random_llama
 
-from oa_utils import ablation as ab
-from oa_utils import components as co
-from oa_utils import models, runs, stats, tasks, tiny
-from oa_utils.components import ComponentSettings, component_gaps, component_values
+from oa_utils import components, machine, models, stats, tasks
+from oa_utils.components import component_gaps, component_values, optimal_constants
+from oa_utils.fills import ABLATIONS, FAMILIES, TaskValues, layer_means
+from oa_utils.metrics import distance
+from oa_utils.sites import CleanPrompts, Subspace, find
 
-QUICK = ComponentSettings(steps=30, batch=0, check=10)
-EVERY = ["a1.h2", "m1", "a1", "m1.n17", "tok", "a0.h1", "m0", "a2.h3", "m2", "a2", "m2.n19"]
-
-
-@cache
-def random_model(family: str) -> models.Model:
-    tokenizer = tiny.make_tokenizer()
-    size, ids = len(tokenizer), {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.bos_token_id}
-    torch.manual_seed(0)
-    if family == "gpt2":
-        shape = {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 64}
-        hf = GPT2LMHeadModel(GPT2Config(**shape, **ids, vocab_size=size, initializer_range=0.25))
-    else:
-        shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
-        config = LlamaConfig(**shape, **ids, intermediate_size=64, vocab_size=size, initializer_range=0.25)
-        hf = LlamaForCausalLM(config)
-    for name, weight in hf.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(weight, std=0.3)
-    return models.wrap(hf, tokenizer, family, device="cpu")
+QUICK = {"steps": 30, "batch": 0, "look_every": 10}
+EVERY = ["a1.h2", "m1", "a1", "m1.n17", "tok", "a0.h1", "m0", "a2.h3", "m2", "a2", "m2.n7"]
+HOOKS = {"z": "attn.hook_z", "mlp": "hook_mlp_out", "hidden": "mlp.hook_post"}
 
 
 @pytest.fixture(scope="module")
-def gpt2():
-    return random_model("gpt2")
+def gpt2(tokenizer):
+    """A random model with weights so large that every ablation matters."""
+    hf = random_gpt2(tokenizer=tokenizer, initializer_range=0.25)
+    return models.wrap(hf, tokenizer, name="strong-gpt2")
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
-def model(request, gpt2):
-    return gpt2 if request.param == "gpt2" else random_model("llama")
+@pytest.fixture(scope="module")
+def llama(tokenizer):
+    hf = random_llama(tokenizer=tokenizer, initializer_range=0.25)
+    return models.wrap(hf, tokenizer, name="strong-llama")
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +44,25 @@ def task(gpt2):
 def place(tmp_path, monkeypatch):
     for name in ("FRESH", "OA_BUDGET"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OA_STORE", str(tmp_path))
     return tmp_path
 
 
+@pytest.fixture
+def empty_store(tmp_path, monkeypatch):
+    """A function that goes on with an empty store."""
+    count = iter(range(99))
+    return lambda: monkeypatch.setenv("OA_STORE", str(tmp_path / f"store{next(count)}"))
+
+
+def means_of(model, task, site):
+    prompts = CleanPrompts(model, task.train.tokens, task.train.last)
+    return layer_means(prompts, [site])[site.name]
+
+
 def by_hooks(model, task, name, rows):
-    """KL of every prompt with plain hooks on the bridge; rows [P, dim] replace the value from position 1 on."""
-    site = ab.parse(name, model)
-    point = {"z": "attn.hook_z", "mlp": "hook_mlp_out", "hidden": "mlp.hook_post", "tok": ""}[site.site]
+    """KL of every prompt with plain hooks on the bridge; rows [P, dim] replace the value from
+    position 1 on."""
+    site = find(name, model)
     at = torch.arange(task.tokens.shape[1]).clamp(max=len(rows) - 1)
 
     def hook(value, hook):
@@ -71,12 +70,13 @@ def by_hooks(model, task, name, rows):
         flat[:, 1:, site.part] = rows[at][1:].to(flat)
         return flat.view_as(value)
 
-    where = f"blocks.{site.layer}.{point}" if point else "hook_embed"
+    where = "hook_embed" if name == "tok" else f"blocks.{site.layer}.{HOOKS[site.value]}"
+    each = torch.arange(len(task))
     with torch.no_grad():
-        each = torch.arange(len(task))
-        full = model.bridge(task.tokens)[each, task.last].log_softmax(-1)
-        logp = model.bridge.run_with_hooks(task.tokens, fwd_hooks=[(where, hook)])[each, task.last].log_softmax(-1)
-    return stats.kl(full, logp)
+        full = model.bridge(task.tokens)
+        ablated = model.bridge.run_with_hooks(task.tokens, fwd_hooks=[(where, hook)])
+    full, ablated = (logits[each, task.last].log_softmax(-1) for logits in (full, ablated))
+    return stats.kl(full, ablated)
 
 
 # ---- the same numbers as the plain way
@@ -84,276 +84,317 @@ def by_hooks(model, task, name, rows):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_zero_and_mean_are_what_plain_hooks_give(model, task, name):
-    site = ab.parse(name, model)
-    mean = ab.means(model, task.train.tokens, task.train.last, [site])[name]
-    got = component_values(model, task, [name], ["zero", "mean"], families=ab.FAMILIES, store=False)
-    want = {("zero", ""): ab.zero(site, model)} | {("mean", f): mean.rows(f) for f in ab.FAMILIES}
-    for (ablation, family), rows in want.items():
-        values = by_hooks(model, task.test, name, rows)
-        assert values.mean() > 1e-4, "the ablation must matter"
-        assert torch.allclose(got[name, ablation, family], values, atol=1e-5, rtol=1e-4)
+    site = find(name, model)
+    mean = means_of(model, task, site)
+    zero = TaskValues(model, task).constants(ABLATIONS["zero"], "", [site])[name]
+    values = component_values(model, task, [name], ["zero", "mean"], families=FAMILIES)
+    constants = {("zero", ""): zero}
+    constants |= {("mean", family): mean.rows(family) for family in FAMILIES}
+    for (ablation, family), rows in constants.items():
+        want = by_hooks(model, task.test, name, rows)
+        assert want.mean() > 1e-4, "the ablation must matter"
+        assert torch.allclose(values[name, ablation, family], want, atol=1e-5, rtol=1e-4)
 
 
-def test_all_components_at_once_split_anyhow_are_each_on_its_own(model, task, monkeypatch):
+def test_all_components_at_once_are_each_by_itself_in_passes_of_any_size(
+    model, task, monkeypatch, empty_store
+):
     ablations = ["mean", "resample", "counterfactual", "cf_mean", "noise"]
-    at_once = component_values(model, task, EVERY, ablations, store=False)
-    monkeypatch.setattr(runs, "PASS_TOKENS", 50)
-    monkeypatch.setattr(co, "GROUP", 2)
-    for name in EVERY:
-        for key, values in component_values(model, task, [name], ablations, store=False).items():
-            assert torch.allclose(values, at_once[key], atol=2e-5, rtol=1e-3), key
-    assert list(at_once) == [(n, a, "position" if "mean" in a else "") for n in EVERY for a in ablations]
+    at_once = component_values(model, task, EVERY, ablations, draws=2)
+    monkeypatch.setattr(machine, "PASS_TOKENS", 100)
+    monkeypatch.setattr(components, "GROUP", 1)
+    empty_store()
+    by_itself = component_values(model, task, EVERY, ablations, draws=2)
+    families = {name: "position" if "mean" in name else "" for name in ablations}
+    assert list(at_once) == [(name, a, families[a]) for name in EVERY for a in ablations]
+    for key, values in by_itself.items():
+        assert torch.allclose(values, at_once[key], atol=2e-5, rtol=1e-3), key
 
 
-def test_a_head_of_a_grouped_query_model_is_a_query_head(task):
-    model = random_model("llama")
-    gaps = component_gaps(model, task, [f"a1.h{h}" for h in range(4)], ["mean"], store=False).gap
-    assert gaps.nunique() == 4
+def test_a_head_of_a_grouped_query_model_is_a_query_head(llama, task):
+    heads = [f"a1.h{head}" for head in range(4)]
+    assert component_gaps(llama, task, heads, ["mean"]).gap.nunique() == 4
 
 
 def test_activations_are_those_of_the_other_prompts(gpt2, task):
     part = task.test
-    got = component_values(gpt2, task, ["m1", "a1.h2"], ["counterfactual", "resample"], store=False)
-    runs_of = {"counterfactual": [part.counterfactual]}
-    runs_of["resample"] = [part.resampled(part.partners(seed)) for seed in range(4)]
+    values = component_values(gpt2, task, ["m1", "a1.h2"], ["counterfactual", "resample"])
+    prompts_of = {
+        "counterfactual": [part.counterfactual],
+        "resample": [part.resampled(part.partners(seed)) for seed in range(4)],
+    }
     full = part.log_probs(gpt2)
     for name in ("m1", "a1.h2"):
-        site = ab.parse(name, gpt2)
-        for ablation, others in runs_of.items():
+        site = find(name, gpt2)
+        for ablation, others in prompts_of.items():
             each = []
             for tokens in others:
-                seen = {}
-                gpt2(tokens, part.last, lambda s, i, v, seen=seen: seen.setdefault((s, i), v))
+                kept, record = models.recording(site.value)
+                gpt2(tokens, part.last, record)
+                other = kept[site.value][site.layer].flatten(2)
 
-                def edit(s, i, value, seen=seen, site=site):
-                    if (s, i) != (site.site, site.layer):
+                def edit(where, layer, value, other=other, site=site):
+                    if (where, layer) != (site.value, site.layer):
                         return value
                     flat = value.flatten(2).clone()
-                    flat[:, 1:, site.part] = seen[s, i].flatten(2)[:, 1:, site.part]
+                    flat[:, 1:, site.part] = other[:, 1:, site.part]
                     return flat.view_as(value)
 
                 each.append(stats.kl(full, gpt2(part.tokens, part.last, edit)))
-            assert torch.allclose(got[name, ablation, ""], torch.stack(each).mean(0), atol=1e-5, rtol=1e-3)
+            want = torch.stack(each).mean(0)
+            assert torch.allclose(values[name, ablation, ""], want, atol=1e-5, rtol=1e-3)
 
 
 def test_what_stands_behind_the_last_token_and_who_else_is_in_the_batch_change_nothing(model, task):
     ablations = ["zero", "mean", "counterfactual", "cf_mean"]
-    before = component_values(model, task, EVERY, ablations, store=False)
+    before = component_values(model, task, EVERY, ablations)
     behind = torch.arange(task.tokens.shape[1]) > task.last[:, None]
     other = replace(task, tokens=torch.where(behind, 7, task.tokens))
-    wider = replace(other, tokens=torch.cat([other.tokens, torch.full((len(task), 5), 9)], 1), counterfactual=torch.cat(
-        [task.counterfactual, torch.full((len(task), 5), 9)], 1))  # fmt: skip
+    more = torch.full((len(task), 5), 9)
+    wider = replace(
+        other,
+        tokens=torch.cat([other.tokens, more], 1),
+        counterfactual=torch.cat([task.counterfactual, more], 1),
+    )
     for changed in (other, wider):
-        for key, values in component_values(model, changed, EVERY, ablations, store=False).items():
+        assert changed.fingerprint != task.fingerprint
+        for key, values in component_values(model, changed, EVERY, ablations).items():
             assert torch.allclose(values, before[key], atol=2e-5, rtol=1e-3), key
-    rows = torch.cat([task.in_train.nonzero().flatten(), (~task.in_train).nonzero().flatten()[:1]])
-    for key, values in component_values(model, task[rows], EVERY, ablations, store=False).items():
+    train = task.in_train.nonzero().flatten()
+    one_test = (~task.in_train).nonzero().flatten()[:1]
+    fewer = task[torch.cat([train, one_test])]
+    for key, values in component_values(model, fewer, EVERY, ablations).items():
         assert torch.allclose(values, before[key][:1], atol=2e-5, rtol=1e-3), key
 
 
 # ---- what must be zero, and what must not be negative
 
 
-def test_a_counterfactual_or_a_partner_that_is_the_prompt_itself_costs_nothing(model, task, monkeypatch):
+def test_a_counterfactual_or_a_partner_that_is_the_prompt_itself_costs_nothing(
+    model, task, monkeypatch
+):
     same = replace(task, counterfactual=task.tokens)
     monkeypatch.setattr(tasks.Task, "partners", lambda self, seed=0: torch.arange(len(self)))
-    for values in component_values(model, same, EVERY, ["counterfactual", "resample"], store=False).values():
-        assert values.abs().max() < 1e-5
+    values = component_values(model, same, EVERY, ["counterfactual", "resample"])
+    assert len(values) == 2 * len(EVERY)
+    assert max(each.abs().max() for each in values.values()) < 1e-5
+
+
+def one_of_each_part(task):
+    return task[[int(task.in_train.nonzero()[0]), int((~task.in_train).nonzero()[0])]]
 
 
 def test_the_mean_of_one_prompt_costs_that_prompt_nothing(model, task):
-    one = task[[int(task.in_train.nonzero()[0]), int((~task.in_train).nonzero()[0])]]
-    for values in component_values(model, one, EVERY, ["mean"], part="train", store=False).values():
-        assert len(values) == 1 and values.abs().max() < 1e-5
+    values = component_values(model, one_of_each_part(task), EVERY, ["mean"], part="train")
+    assert len(values) == len(EVERY)
+    for each in values.values():
+        assert len(each) == 1
+        assert each.abs().max() < 1e-5
 
 
 def test_gaps_are_not_negative_and_the_direction_is_from_the_full_model(model, task):
-    for values in component_values(model, task, EVERY, ["zero", "mean", "resample", "noise"], store=False).values():
-        assert values.min() > -1e-6 and values.mean() > 1e-5
-    full, ablated = torch.tensor([[1.0, 0.0]]).log(), torch.tensor([[[0.5, 0.5]]]).log()
-    assert co.score("kl", full, ablated, None, None).item() == pytest.approx(math.log(2))
+    values = component_values(model, task, EVERY, ["zero", "mean", "resample", "noise"])
+    for each in values.values():
+        assert each.min() > -1e-6
+        assert each.mean() > 1e-5
+    full = torch.tensor([[1.0, 0.0]]).log()
+    ablated = torch.tensor([[[0.5, 0.5]]]).log()
+    none = torch.full((1, 1), -1)
+    assert distance("kl", full, ablated, none, none).item() == pytest.approx(math.log(2))
 
 
 def test_label_and_logit_difference_are_what_the_right_answer_loses(gpt2, task):
-    part, name = task.test, "m1"
-    rows = ab.means(gpt2, task.train.tokens, task.train.last, [ab.parse(name, gpt2)])[name].rows("position")
+    part = task.test
+    rows = means_of(gpt2, task, find("m1", gpt2)).rows("position")
     at = torch.arange(part.tokens.shape[1]).clamp(max=len(rows) - 1)
-    edit = lambda s, i, v: torch.cat([v[:, :1], rows[at][1:].expand_as(v[:, 1:])], 1) if (s, i) == ("mlp", 1) else v  # noqa: E731
+
+    def edit(site, layer, value):
+        if (site, layer) != ("mlp", 1):
+            return value
+        return torch.cat([value[:, :1], rows[at][1:].expand_as(value[:, 1:])], 1)
+
+    key = ("m1", "mean", "position")
+    full = part.log_probs(gpt2)
     with torch.no_grad():
-        lost = part.log_probs(gpt2) - gpt2(part.tokens, part.last, edit)
+        ablated = gpt2(part.tokens, part.last, edit)
+    lost = full - ablated
     right, wrong = (lost.gather(1, ids).squeeze(1) for ids in (part.right, part.wrong))
     for metric, want in (("label", right), ("logit_diff", right - wrong)):
-        got = component_values(gpt2, task, [name], ["mean"], metric=metric, store=False)[name, "mean", "position"]
-        assert torch.allclose(got, want, atol=1e-4)
-    many = replace(task, right=torch.cat([task.right, task.wrong, torch.full_like(task.right, -1)], 1))
-    got = component_values(gpt2, many, [name], ["mean"], metric="label", store=False)[name, "mean", "position"]
-    p = part.log_probs(gpt2).exp()
-    q = (part.log_probs(gpt2) - lost).exp()
+        values = component_values(gpt2, task, ["m1"], ["mean"], metric=metric)[key]
+        assert torch.allclose(values, want, atol=1e-4)
+    none = torch.full_like(task.right, -1)
+    many = replace(task, right=torch.cat([task.right, task.wrong, none], 1))
+    values = component_values(gpt2, many, ["m1"], ["mean"], metric="label")[key]
     both = torch.cat([part.right, part.wrong], 1)
-    assert torch.allclose(got, p.gather(1, both).sum(1).log() - q.gather(1, both).sum(1).log(), atol=1e-4)
+    masses = [logp.exp().gather(1, both).sum(1).log() for logp in (full, ablated)]
+    assert torch.allclose(values, masses[0] - masses[1], atol=1e-4)
 
 
 # ---- optimal ablation
 
 
 def test_on_the_train_part_no_constant_of_the_family_beats_the_optimal_one(model, task):
-    some = ["a0.h1", "a1.h2", "a2.h3", "m0", "m1", "m2", "a1", "m1.n17", "tok", ab.Subspace("m1", torch.randn(2, 32))]
-    ablations = ["zero", "mean", "cf_mean", "optimal", "resample"]
-    settings = replace(QUICK, starts=("mean", "zero", "cf_mean"))
-    got = component_values(model, task, some, ablations, ab.FAMILIES, part="train", settings=settings, store=False)
-    gap = {key: values.mean().item() for key, values in got.items()}
+    plane = Subspace("m1", torch.randn(2, 32, generator=machine.generator(0)))
+    some = ["a1.h2", "a2.h3", "m1", "m2", "a1", "m1.n17", "tok", plane]
+    values = component_values(
+        model,
+        task,
+        some,
+        ["zero", "mean", "cf_mean", "optimal", "resample"],
+        FAMILIES,
+        part="train",
+        starts=["mean", "zero", "cf_mean"],
+        draws=2,
+        **{**QUICK, "steps": 20},
+    )
+    gap = {key: each.mean().item() for key, each in values.items()}
     names = list(dict.fromkeys(name for name, _, _ in gap))
+    assert len(names) == len(some)
     for name in names:
-        for family in ab.FAMILIES:
-            best = gap[name, "optimal", family]
-            rivals = [gap[name, "zero", ""], gap[name, "mean", family], gap[name, "cf_mean", family]]
-            assert best <= min(rivals) + 1e-6
+        for family in FAMILIES:
+            means = [gap[name, way, family] for way in ("mean", "cf_mean")]
+            assert gap[name, "optimal", family] <= min(gap[name, "zero", ""], *means) + 1e-6
         assert gap[name, "optimal", "position"] <= gap[name, "optimal", "shared"] + 1e-6
-        values = got[name, "resample", ""] - got[name, "optimal", "position"]
-        assert values.mean() > -2 * stats.mean_se(values)[1]
+        worse = values[name, "resample", ""] - values[name, "optimal", "position"]
+        assert worse.mean() > -2 * stats.mean_se(worse)[1]
     strong = [name for name in names if gap[name, "mean", "position"] > 0.01]
-    better = [name for name in strong if gap[name, "optimal", "position"] < 0.95 * gap[name, "mean", "position"]]
-    assert len(strong) > 4 and len(better) > len(strong) / 2, "training gains something"
+    ratios = [gap[name, "optimal", "position"] / gap[name, "mean", "position"] for name in strong]
+    assert len(strong) > 4
+    assert sum(ratio < 0.95 for ratio in ratios) > len(strong) / 2, "training gains something"
 
 
 def test_constants_and_curves_can_be_had_and_are_those_that_were_measured(gpt2, task):
     names = ["m1", "a1.h2"]
-    constants, found = co.train_constants(gpt2, task, names, "position", settings=QUICK)
-    P = int(task.train.last.min()) + 1
-    assert {name: tuple(x.shape) for name, x in constants.items()} == {"m1": (P, 32), "a1.h2": (P, 8)}
-    values = component_values(gpt2, task, names, ["optimal"], part="train", settings=QUICK)
-    for name in names:
-        curve = found[name]["curve"]
-        assert [step for step, _ in curve][:2] == [0, 10] and found[name]["start"] in ("mean", "zero")
-        least = min(gap for _, gap in curve)
-        assert values[name, "optimal", "position"].mean().item() == pytest.approx(least, abs=1e-6)
-        assert torch.allclose(by_hooks(gpt2, task.train, name, constants[name]).mean(), torch.tensor(least), atol=1e-5)
-    shared = co.optimal_constants(gpt2, task, names, "shared", settings=QUICK)
-    assert shared["m1"].shape == (1, 32)
+    trained = optimal_constants(gpt2, task, names, "position", **QUICK)
+    rows = int(task.train.last.min()) + 1
+    shapes = {name: tuple(constant.shape) for name, (constant, _) in trained.items()}
+    assert shapes == {"m1": (rows, 32), "a1.h2": (rows, 8)}
+    values = component_values(gpt2, task, names, ["optimal"], part="train", **QUICK)
+    for name, (constant, history) in trained.items():
+        steps, gaps = zip(*history["curve"], strict=True)
+        assert steps[:2] == (0, 10)
+        assert history["start"] in ("mean", "zero")
+        measured = values[name, "optimal", "position"].mean().item()
+        assert measured == pytest.approx(min(gaps), abs=1e-6)
+        hooked = by_hooks(gpt2, task.train, name, constant).mean().item()
+        assert hooked == pytest.approx(min(gaps), abs=1e-5)
+    shared = optimal_constants(gpt2, task, names, "shared", **QUICK)
+    assert shared["m1"][0].shape == (1, 32)
+
+
+def test_constants_asked_for_with_both_families_are_those_of_the_table(gpt2, task, monkeypatch):
+    """Those of positions start from the shared ones too, where both are asked for."""
+    component_gaps(gpt2, task, ["m1"], ["optimal"], FAMILIES, **QUICK)
+    monkeypatch.setattr(components.Experiment, "train", lambda *given: pytest.fail("trained again"))
+    both = {"families": FAMILIES, **QUICK}
+    constant, history = optimal_constants(gpt2, task, ["m1"], "position", **both)["m1"]
+    assert history["start"] in ("mean", "zero", "shared")
+    assert constant.shape[1] == 32
+    with pytest.raises(pytest.fail.Exception):
+        optimal_constants(gpt2, task, ["m1"], "position", **QUICK)
 
 
 def test_the_label_metric_trains_on_labels_and_the_logit_difference_on_kl(gpt2, task):
-    part = {"part": "train", "settings": QUICK, "store": False}
-    kl, label = (
-        co.optimal_constants(gpt2, task, ["m1"], metric=m, settings=QUICK, store=False)["m1"] for m in ("kl", "label")
-    )
-    diff = co.optimal_constants(gpt2, task, ["m1"], metric="logit_diff", settings=QUICK, store=False)["m1"]
-    assert torch.equal(kl, diff) and not torch.allclose(kl, label)
-    gaps = component_gaps(gpt2, task, ["m1"], ["zero", "mean", "optimal"], metric="label", **part).set_index("ablation").gap
+    constants = {}
+    for metric in ("kl", "label", "logit_diff"):
+        constants[metric] = optimal_constants(gpt2, task, ["m1"], metric=metric, **QUICK)["m1"][0]
+    assert torch.equal(constants["kl"], constants["logit_diff"])
+    assert not torch.allclose(constants["kl"], constants["label"])
+    ablations = ["zero", "mean", "optimal"]
+    table = component_gaps(gpt2, task, ["m1"], ablations, metric="label", part="train", **QUICK)
+    gaps = table.set_index("ablation").gap
     assert gaps["optimal"] <= min(gaps["mean"], gaps["zero"]) + 1e-6
-
-
-def toy(noise=0.0):
-    """Squared loss of a model that is linear in its component, with weights drawn apart from the component's values."""
-    rng = torch.Generator().manual_seed(0)
-    values = torch.randn(400, 3, generator=rng) + torch.tensor([1.0, -2.0, 0.5])
-    matrices = torch.randn(400, 5, 3, generator=rng)
-
-    def passes(constants, which, rows):
-        rows = torch.arange(400) if rows is None else rows
-        for place, i in enumerate(which):
-            moved = constants[i][0] - values[rows]
-            out = torch.einsum("nij,nj->ni", matrices[rows], moved) if i == 0 else moved
-            yield slice(place, place + 1), rows, out.square().sum(-1)[None]
-
-    return values, passes
-
-
-def test_for_a_linear_model_with_squared_loss_the_mean_is_optimal():
-    values, passes = toy()
-    start = [torch.zeros(1, 3), torch.full((1, 3), 4.0)]
-    best, curves, _ = co.fit([start], [1.0, 1.0], passes, 400, ComponentSettings(steps=400, batch=0, lr=0.1, tol=1e-5))
-    assert torch.allclose(best[1][0], values.mean(0), atol=2e-3), "exactly where the weights are the same for all"
-    assert torch.allclose(best[0][0], values.mean(0), atol=0.15), "up to the sample where they are drawn apart"
-    assert curves[0][0][1] > curves[0][-1][1]
-
-
-def test_no_step_size_makes_a_constant_worse_than_its_best_start():
-    values, passes = toy()
-    starts = [[torch.zeros(1, 3)] * 2, [values.mean(0)[None]] * 2, [torch.full((1, 3), 9.0)] * 2]
-    for lr in (1e-4, 0.1, 1e4):
-        best, _, start = co.fit(starts, [1.0, 1.0], passes, 400, ComponentSettings(steps=40, check=5, lr=lr, batch=16))
-        assert start == [1, 1]
-        for i, constant in enumerate(best):
-            after, before = (next(passes([c, c], [i], None))[2].mean() for c in (constant, values.mean(0)[None]))
-            assert after <= before
-
-
-def test_training_stops_when_nothing_is_gained():
-    values, passes = toy()
-    settings = ComponentSettings(steps=5000, check=20, batch=0)
-    _, curves, _ = co.fit([[torch.zeros(1, 3)] * 2], [1.0, 1.0], passes, 400, settings)
-    assert all(curve[-1][0] < 1000 for curve in curves)
 
 
 # ---- tables, storing, going on
 
 
-def test_the_table_has_the_agreed_columns_and_one_row_for_each_ablation(gpt2, task):
+def test_the_table_has_the_agreed_columns_and_one_row_for_each_ablation(gpt2, task, empty_store):
     ablations = ["zero", "mean", "resample", "cf_mean", "counterfactual", "optimal"]
-    table = component_gaps(gpt2, task, ["a2.h1"], ablations, settings=QUICK)
-    assert list(table) == ["component", "layer", "kind", "ablation", "family", "gap", "se", "n"]
-    assert table.ablation.tolist() == ablations and (table.n == len(task.test)).all()
+    table = component_gaps(gpt2, task, ["a2.h1"], ablations, **QUICK)
+    columns = ["component", "layer", "kind", "ablation", "family", "gap", "se", "n"]
+    assert list(table) == columns
+    assert table.ablation.tolist() == ablations
+    assert (table.n == len(task.test)).all()
     assert table.family.tolist() == ["", "position", "", "position", "", "position"]
     assert set(zip(table.component, table.layer, table.kind, strict=True)) == {("a2.h1", 2, "head")}
-    values = component_values(gpt2, task, "a2.h1", "mean", store=False)["a2.h1", "mean", "position"]
+    empty_store()
+    values = component_values(gpt2, task, "a2.h1", "mean")["a2.h1", "mean", "position"]
     row = table[table.ablation == "mean"].iloc[0]
     assert (row.gap, row.se) == pytest.approx(stats.mean_se(values), rel=1e-4)
-    both = component_gaps(gpt2, task, ["a2.h1"], ablations, ab.FAMILIES, settings=QUICK)
+    both = component_gaps(gpt2, task, ["a2.h1"], ablations, FAMILIES, **QUICK)
     assert len(both) == 9
 
 
-def test_what_was_killed_goes_on_with_the_next_layer_and_ends_with_the_same_numbers(gpt2, task, place, monkeypatch):
-    names, ablations = ["m0", "m1", "m2", "a0.h1"], ["mean", "optimal"]
-    want = component_values(gpt2, task, names, ablations, settings=QUICK, store=False)
-    plain, started = co.Bench.train, []
+def test_the_signature_shows_every_setting():
+    for function in (component_gaps, component_values, optimal_constants):
+        parameters = inspect.signature(function).parameters
+        assert {"model", "task", "components", "steps", "lr", "look_every", "seed"} <= {*parameters}
+        assert "settings" not in parameters
+        assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
+        assert parameters["steps"].default == 300
 
-    def train(self, sites, *args):
-        started.append(sites[0].layer)
+
+def test_what_was_killed_goes_on_with_the_next_layer_and_ends_with_the_same_numbers(
+    gpt2, task, monkeypatch, empty_store
+):
+    asked = (gpt2, task, ["m0", "m1", "m2", "a0.h1"], ["mean", "optimal"])
+    quick = {**QUICK, "steps": 10}
+    want = component_values(*asked, **quick)
+    empty_store()
+    train = components.Experiment.train
+    started = []
+
+    def killed_at_the_second(self, group, *args):
+        started.append(group[0].layer)
         if len(started) == 2:
             raise KeyboardInterrupt
-        return plain(self, sites, *args)
+        return train(self, group, *args)
 
-    monkeypatch.setattr(co.Bench, "train", train)
+    monkeypatch.setattr(components.Experiment, "train", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        component_values(gpt2, task, names, ablations, settings=QUICK)
-    got = component_values(gpt2, task, names, ablations, settings=QUICK)
+        component_values(*asked, **quick)
+    resumed = component_values(*asked, **quick)
     assert started == [0, 1, 1, 2]
-    assert all(torch.equal(got[key], want[key]) for key in want)
-    monkeypatch.setattr(co.Bench, "passes", lambda *args: pytest.fail("computed again"))
-    again = component_values(gpt2, task, names, ablations, settings=QUICK)
+    assert all(torch.equal(resumed[key], want[key]) for key in want)
+    monkeypatch.setattr(components.Experiment, "losses", lambda *given: pytest.fail("again"))
+    again = component_values(*asked, **quick)
     assert all(torch.equal(again[key], want[key]) for key in want)
 
 
-def test_settings_that_cannot_change_a_number_do_not_make_a_new_run(gpt2, task, place, monkeypatch):
+def test_other_settings_make_another_run(gpt2, task, monkeypatch):
     component_gaps(gpt2, task, ["m1"], ["mean", "resample"])
-    monkeypatch.setattr(co.Bench, "passes", lambda *args: pytest.fail("computed again"))
-    component_gaps(gpt2, task, ["m1"], ["mean", "resample"], settings=ComponentSettings(lr=9, steps=1))
+    monkeypatch.setattr(components.Experiment, "losses", lambda *given: pytest.fail("again"))
+    component_gaps(gpt2, task, ["m1"], ["mean", "resample"])
+    component_gaps(gpt2, task, ["m1"], ["resample"])
     with pytest.raises(pytest.fail.Exception):
-        component_gaps(gpt2, task, ["m1"], ["resample"], settings=ComponentSettings(draws=2))
+        component_gaps(gpt2, task, ["m1"], ["resample"], draws=2)
 
 
-def test_without_a_store_nothing_is_written(gpt2, task, place):
-    component_gaps(gpt2, task, ["m1"], ["mean", "optimal"], ab.FAMILIES, settings=QUICK, store=False)
-    assert not list(place.rglob("*.json"))
-
-
-def test_the_same_seed_gives_the_same_numbers_and_another_one_others(gpt2, task):
+def test_the_same_seed_gives_the_same_numbers_and_another_one_others(gpt2, task, empty_store):
     def values(seed):
-        settings = replace(QUICK, seed=seed, batch=4, steps=10)
-        return component_values(gpt2, task, ["m1"], ["resample", "noise", "optimal"], settings=settings, store=False)
+        empty_store()
+        quick = {**QUICK, "batch": 4, "steps": 10, "seed": seed}
+        return component_values(gpt2, task, ["m1"], ["resample", "noise", "optimal"], **quick)
 
-    first, again, other = values(0), values(0), values(1)
-    assert all(torch.equal(first[key], again[key]) and not torch.equal(first[key], other[key]) for key in first)
+    first = values(0)
+    again = values(0)
+    other = values(1)
+    assert len(first) == 3
+    for key in first:
+        assert torch.equal(first[key], again[key])
+        assert not torch.equal(first[key], other[key])
 
 
 def test_the_cost_is_announced_once_before_anything_long(gpt2, task, monkeypatch):
-    said = []
-    monkeypatch.setattr(runs, "announce", said.append)
-    component_gaps(gpt2, task, ["m1", "m2"], ["mean", "optimal"], settings=QUICK)
-    assert len(said) == 1 and "2 components" in said[0] and "at most" in said[0]
-    component_gaps(gpt2, task, ["m1", "m2"], ["mean", "optimal"], settings=QUICK)
-    assert len(said) == 1, "what is stored costs nothing"
+    announced = []
+    monkeypatch.setattr(machine, "announce", announced.append)
+    component_gaps(gpt2, task, ["m1", "m2"], ["mean", "optimal"], **QUICK)
+    assert len(announced) == 1
+    assert "2 components" in announced[0]
+    assert "at most" in announced[0]
+    component_gaps(gpt2, task, ["m1", "m2"], ["mean", "optimal"], **QUICK)
+    assert len(announced) == 1, "what is stored costs nothing"
 
 
 # ---- bad input
@@ -365,23 +406,27 @@ def test_the_cost_is_announced_once_before_anything_long(gpt2, task, monkeypatch
         ({"components": ["a9.h0"]}, "no component 'a9.h0'.*a0.h0"),
         ({"components": []}, "no components"),
         ({"components": ["m1", "m1"]}, "twice"),
-        ({"ablations": ["meen"]}, "ablation meen.*zero, mean"),
-        ({"ablations": []}, "ablation none"),
-        ({"families": ["token"]}, "family token.*position, shared"),
-        ({"families": []}, "family none"),
-        ({"metric": "accuracy"}, "metric accuracy.*kl, label"),
-        ({"part": "all"}, "part all.*train, test"),
-        ({"settings": ComponentSettings(starts=("nowhere",))}, "start nowhere"),
+        ({"ablations": ["meen"]}, "no ablation 'meen'.*zero, mean"),
+        ({"ablations": []}, "no ablation"),
+        ({"families": ["token"]}, "family 'token'.*position, shared"),
+        ({"families": []}, "no family.*position, shared"),
+        ({"metric": "accuracy"}, "metric 'accuracy'.*kl, label"),
+        ({"part": "all"}, "part 'all'.*train, test"),
+        ({"starts": ["nowhere"]}, "start 'nowhere'.*mean, zero, cf_mean"),
+        ({"starts": []}, "starts must be at least 1"),
+        ({"draws": 0}, "draws must be at least 1"),
+        ({"look_every": 0}, "look_every must be at least 1"),
+        ({"steps": -1}, "steps must be at least 0"),
         ({"ablations": ["counterfactual"], "bare": True}, "no counterfactual"),
         ({"ablations": ["cf_mean"], "bare": True}, "no counterfactual"),
-        ({"ablations": ["optimal"], "bare": True, "settings": ComponentSettings(starts=("cf_mean",))}, "no counterfactual"),
+        ({"ablations": ["optimal"], "starts": ["cf_mean"], "bare": True}, "no counterfactual"),
         ({"metric": "logit_diff", "unanswered": True}, "logit_diff.*answers"),
-        ({"rows": slice(0, 0)}, "no (train )?prompts"),
+        ({"rows": slice(0, 0)}, "no (test )?prompts"),
         ({"rows": [0, 1, 2], "all_train": True}, "no test prompts"),
     ],
 )
 def test_bad_input_is_refused_before_any_compute(gpt2, task, monkeypatch, change, message):
-    monkeypatch.setattr(models.Model, "run", lambda *args, **kwargs: pytest.fail("computed"))
+    monkeypatch.setattr(models.Model, "run", lambda *given, **more: pytest.fail("computed"))
     change = {"components": ["m1"], "ablations": ["mean"], **change}
     asked = task[change.pop("rows")] if "rows" in change else task
     if change.pop("all_train", False):
@@ -394,10 +439,14 @@ def test_bad_input_is_refused_before_any_compute(gpt2, task, monkeypatch, change
         component_gaps(gpt2, asked, **change)
 
 
+def test_a_misspelt_setting_is_named(gpt2, task):
+    with pytest.raises(TypeError, match="stepps"):
+        component_gaps(gpt2, task, ["m1"], ["mean"], stepps=3)
+
+
 def test_one_prompt_cannot_be_resampled(gpt2, task):
-    two = task[[int(task.in_train.nonzero()[0]), int((~task.in_train).nonzero()[0])]]
     with pytest.raises(ValueError, match="at least 2"):
-        component_gaps(gpt2, two, ["m1"], ["resample"])
+        component_gaps(gpt2, one_of_each_part(task), ["m1"], ["resample"])
 
 
 # ---- the paper's own numbers
@@ -413,22 +462,29 @@ def real():
 @pytest.mark.gpt2
 def test_gpt2_on_ioi_gives_the_papers_means(real):
     task = tasks.ioi(real, 512)
-    table = component_gaps(real, task, None, ["zero", "mean", "counterfactual"], store=False)
+    table = component_gaps(real, task, None, ["zero", "mean", "counterfactual"])
     gap = table.pivot_table(index="component", columns="ablation", values="gap")
     assert gap["zero"].mean() == pytest.approx(0.0584, rel=0.1)
     assert gap["mean"].mean() == pytest.approx(0.0405, rel=0.1)
-    for name, ablation, value in (("m0", "mean", 4.12), ("a10.h7", "mean", 0.235), ("a11.h10", "mean", 0.238),
-                                  ("m0", "counterfactual", 3.23), ("a10.h7", "counterfactual", 0.18)):  # fmt: skip
+    for name, ablation, value in (
+        ("m0", "mean", 4.12),
+        ("a10.h7", "mean", 0.235),
+        ("a11.h10", "mean", 0.238),
+        ("m0", "counterfactual", 3.23),
+        ("a10.h7", "counterfactual", 0.18),
+    ):
         assert gap.loc[name, ablation] == pytest.approx(value, rel=0.1)
-    assert stats.spearman(np.array(gap["mean"]), np.array(gap["counterfactual"])) == pytest.approx(0.825, abs=0.05)
+    rank = stats.spearman(np.array(gap["mean"]), np.array(gap["counterfactual"]))
+    assert rank == pytest.approx(0.825, abs=0.05)
 
 
 @pytest.mark.gpt2
 def test_zero_of_gpt2s_heads_keeps_the_value_bias_and_dropping_it_gives_other_numbers(real):
     task = tasks.ioi(real, 64)
     for name in ("a10.h7", "a0.h1"):
-        site = ab.parse(name, real)
-        folded = component_values(real, task, [name], ["zero"], store=False)[name, "zero", ""]
-        kept = by_hooks(real, task.test, name, real.layers[site.layer].b_V.flatten()[None, site.part])
-        assert torch.allclose(folded, kept, atol=1e-4)
-        assert not torch.allclose(folded, by_hooks(real, task.test, name, torch.zeros(1, 64)), atol=1e-4)
+        site = find(name, real)
+        folded = component_values(real, task, [name], ["zero"])[name, "zero", ""]
+        bias = real.layers[site.layer].b_V.flatten()[None, site.part]
+        assert torch.allclose(folded, by_hooks(real, task.test, name, bias), atol=1e-4)
+        bare = by_hooks(real, task.test, name, torch.zeros(1, 64))
+        assert not torch.allclose(folded, bare, atol=1e-4)

@@ -1,17 +1,19 @@
-"""The committed data: facts for causal tracing and labelled texts for elicitation (no model needed)."""
+"""The committed data: facts for causal tracing and labelled texts for elicitation."""
 
 import csv
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-DATA = Path(__file__).parents[1] / "data"
+from oa_utils.store import data_folder
+
+DATA = data_folder()
 LABELS = {
     "entities": (
-        "Company School Artist Athlete Politician Transportation Building Nature Village Animal Plant Album Film Book"
+        "Company School Artist Athlete Politician Transportation Building Nature Village Animal "
+        "Plant Album Film Book"
     ).split(),
     "questions": ["Description", "Entity", "Abbreviation", "Person", "Number", "Location"],
     "unnatural": ["plant", "sport", "animal"],
@@ -144,19 +146,25 @@ def test_a_filled_prompt_holds_its_subject_once_and_not_its_answer(facts, templa
         for template in templates[row["relation"]]:
             prompt = template.format(subject=row["subject"])
             assert prompt.count(row["subject"]) == 1, prompt
-            assert len(row["answer"]) < 3 or not has_word(row["answer"].split()[0], template), prompt
+            assert len(row["answer"]) < 3 or not has_word(row["answer"].split()[0], template), (
+                prompt
+            )
 
 
 @pytest.mark.parametrize("check", SPOT_CHECKS)
 def test_known_fact(facts, check):
     relation, subject, answer = check.split("|")
-    found = [row["answer"] for row in facts if row["relation"] == relation and row["subject"] == subject]
-    assert found == [answer]
+    answers = [
+        row["answer"] for row in facts if row["relation"] == relation and row["subject"] == subject
+    ]
+    assert answers == [answer]
 
 
 def test_capitals_agree_in_both_directions(facts):
-    """Only equal spellings are compared: Reykjavik has its accent as a subject and not as an answer."""
-    forward = {row["answer"]: row["subject"] for row in facts if row["relation"] == "country_capital"}
+    """Only equal spellings are compared: Reykjavik has its accent as a subject only."""
+    forward = {
+        row["answer"]: row["subject"] for row in facts if row["relation"] == "country_capital"
+    }
     back = {row["subject"]: row["answer"] for row in facts if row["relation"] == "capital_country"}
     both = set(forward) & set(back)
     assert len(both) >= 80
@@ -164,8 +172,19 @@ def test_capitals_agree_in_both_directions(facts):
 
 
 def test_currencies_are_those_of_today(facts):
-    money = {row["subject"]: row["answer"] for row in facts if row["relation"] == "country_currency"}
-    for country in ["Croatia", "Lithuania", "Latvia", "Estonia", "Slovakia", "Slovenia", "Malta", "Cyprus"]:
+    money = {
+        row["subject"]: row["answer"] for row in facts if row["relation"] == "country_currency"
+    }
+    for country in [
+        "Croatia",
+        "Lithuania",
+        "Latvia",
+        "Estonia",
+        "Slovakia",
+        "Slovenia",
+        "Malta",
+        "Cyprus",
+    ]:
         assert money[country] == "euro", country
 
 
@@ -210,11 +229,34 @@ def test_antonym_pairs_are_two_words_in_one_order_only():
     assert len({frozenset(pair) for pair in pairs}) == len(pairs)
 
 
-@pytest.mark.parametrize("path", ["facts.csv", "fact_templates.json", *(f"labelled/{name}.csv" for name in LABELS)])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "facts.csv",
+        "fact_templates.json",
+        "labelled/sources.json",
+        *(f"labelled/{name}.csv" for name in LABELS),
+    ],
+)
 def test_file_is_utf8_without_bom_and_has_unix_line_ends(path):
     raw = (DATA / path).read_bytes()
     raw.decode("utf-8")
     assert not raw.startswith(b"\xef\xbb\xbf") and b"\r" not in raw and raw.endswith(b"\n")
+
+
+def test_every_labelled_set_has_a_source_that_is_whole():
+    sources = json.loads((DATA / "labelled/sources.json").read_text("utf-8"))
+    assert {entry["file"] for entry in sources["own"].values()} == set(LABELS)
+    assert len(sources["hub"]) == 14  # and `unnatural`, the paper's fifteenth
+    for group, entries in sources.items():
+        for name, entry in entries.items():
+            if group in ("language", "topics", "hub"):
+                assert len(set(entry["words"].values())) >= 2, name
+            if group in ("own", "reviews", "snippets", "topics"):
+                assert "{text}" in entry["template"], name
+                assert entry["template"].endswith(" {label}"), name
+            if group == "hub":
+                assert re.search(r"{\w+}", entry["text"]), name
 
 
 def test_readme_states_the_size_of_every_file():
@@ -222,3 +264,6 @@ def test_readme_states_the_size_of_every_file():
     for path in ["facts.csv", *(f"labelled/{name}.csv" for name in LABELS)]:
         row = next(line for line in readme.splitlines() if line.startswith(f"| `{path}`"))
         assert f"{len(read(path)):,}" in row, path
+    sources = json.loads((DATA / "labelled/sources.json").read_text("utf-8"))
+    row = next(line for line in readme.splitlines() if line.startswith("| `labelled/sources.json`"))
+    assert f"{sum(map(len, sources.values()))} sets" in row

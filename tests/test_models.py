@@ -5,32 +5,35 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import random_gpt2, random_llama
 
-from oa_utils import sources
-from oa_utils.models import load_model, wrap
+from oa_utils import machine, models, sources
+from oa_utils.models import load_model, recording, wrap
 
 
 @pytest.mark.parametrize("make", [random_gpt2, random_llama])
 def test_log_probs_equal_hugging_faces(make):
     hf = make()
-    tokens, last = torch.randint(2, 60, (5, 11)), torch.tensor([10, 3, 7, 10, 1])
+    tokens = torch.randint(2, 60, (5, 11))
+    last = torch.tensor([10, 3, 7, 10, 1])
     expected = hf(tokens).logits.log_softmax(-1)[torch.arange(5), last]
     model = wrap(hf)
     torch.testing.assert_close(model(tokens, last), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(model.bridge(tokens).log_softmax(-1)[torch.arange(5), last], expected, atol=1e-4, rtol=0)
+    bridged = model.bridge(tokens).log_softmax(-1)[torch.arange(5), last]
+    torch.testing.assert_close(bridged, expected, atol=1e-4, rtol=0)
 
 
 def test_tiny_equals_hugging_face(tiny):
     from transformers import AutoModelForCausalLM
 
-    from oa_utils.models import BUNDLED
-
     tokens = torch.randint(2, tiny.d_vocab, (4, 20))
-    expected = AutoModelForCausalLM.from_pretrained(BUNDLED["tiny"])(tokens).logits.log_softmax(-1)[:, -1]
+    hf = AutoModelForCausalLM.from_pretrained(sources.locate("tiny"))
+    expected = hf(tokens).logits.log_softmax(-1)[:, -1]
     torch.testing.assert_close(tiny(tokens, torch.full((4,), 19)), expected, atol=1e-4, rtol=0)
 
 
@@ -46,21 +49,71 @@ def test_starting_at_a_layer_gives_the_same_stream(llama):
     torch.testing.assert_close(llama.run(middle, start=2), whole)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_edits_reach_the_sites_that_the_bridge_names(name, request):
-    model = request.getfixturevalue(name)
-    tokens, seen = torch.randint(2, 60, (2, 7)), {}
+HOOKS = {
+    "resid": "hook_resid_pre",
+    "z": "attn.hook_z",
+    "attn": "hook_attn_out",
+    "mlp": "hook_mlp_out",
+}
 
-    def record(site, layer, value):
-        seen[site, layer] = value
-        return value
 
-    model.run(model.embed(tokens), edit=record)
+def test_edits_reach_the_sites_that_the_bridge_names(model):
+    tokens = torch.randint(2, 60, (2, 7))
+    kept, edit = recording(*HOOKS)
+    model.run(model.embed(tokens), edit=edit)
     _, cache = model.bridge.run_with_cache(tokens)
-    names = {"resid": "hook_resid_pre", "z": "attn.hook_z", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
-    for (site, layer), value in seen.items():
-        if site in names:
-            torch.testing.assert_close(value, cache[f"blocks.{layer}.{names[site]}"].view_as(value), atol=1e-5, rtol=1e-4)
+    for site, hook in HOOKS.items():
+        assert list(kept[site]) == list(range(model.n_layers))
+        for layer, value in kept[site].items():
+            expected = cache[f"blocks.{layer}.{hook}"].view_as(value)
+            torch.testing.assert_close(value, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_recording_keeps_the_sites_asked_for_and_what_is_picked_of_them(gpt2):
+    tokens = torch.randint(2, 60, (2, 7))
+    kept, edit = recording("mlp", "k", pick=lambda value: value[:1])
+    last = torch.tensor([6, 2])
+    torch.testing.assert_close(gpt2(tokens, last, edit), gpt2(tokens, last), atol=0, rtol=0)
+    assert set(kept) == {"mlp", "k"}
+    assert kept["mlp"][0].shape == (1, 7, 32) and kept["k"][2].shape == (1, 4, 7, 8)
+
+
+def test_what_an_edit_returns_is_used_instead(model):
+    tokens = torch.randint(2, 60, (2, 7))
+    last = torch.tensor([6, 4])
+
+    def edit(site, layer, value):
+        return torch.zeros_like(value) if site in ("attn", "mlp") else value
+
+    expected = model.log_probs(model.embed(tokens))[torch.arange(2), last]
+    torch.testing.assert_close(model(tokens, last, edit), expected)
+
+
+def test_finishing_at_last_positions_alone_gives_the_whole_walk_s_answer(model):
+    tokens = torch.randint(2, 60, (3, 9))
+    last = torch.tensor([8, 2, 5])
+    for start in range(model.n_layers + 1):
+        resid = model.run(model.embed(tokens), stop=start)
+        finished = model.finish(resid, start, last)
+        torch.testing.assert_close(finished, model(tokens, last), atol=1e-5, rtol=1e-4)
+
+
+def test_some_columns_with_the_past_of_the_others_attend_as_in_the_whole_prompt(model):
+    tokens = torch.randint(2, 60, (2, 9))
+    resid = model.run(model.embed(tokens), stop=1)
+    kept, edit = recording("k", "v")
+    whole = model.attention(1, resid, edit)
+    keys, values = kept["k"][1], kept["v"][1]
+    columns = torch.tensor([[3, 6], [0, 8]])
+    rows = torch.arange(2)[:, None]
+    empty = keys.clone(), values.clone()
+    for past in empty:  # what the columns themselves put there is not in the past
+        past.scatter_(2, columns[:, None, :, None].expand(-1, past.shape[1], -1, 8), 0.0)
+    some = model.attention(1, resid[rows, columns], positions=columns, past=empty)
+    torch.testing.assert_close(some, whole[rows, columns], atol=1e-5, rtol=1e-4)
+    only = torch.tensor([1, 0])
+    one = model.attention(1, resid[rows, columns], positions=columns, past=empty, only=only)
+    torch.testing.assert_close(one[:, 0], some[torch.arange(2), only], atol=1e-5, rtol=1e-4)
 
 
 def test_heads_write_the_attention_output(llama):
@@ -68,6 +121,17 @@ def test_heads_write_the_attention_output(llama):
     for i, layer in enumerate(llama.layers):
         total = torch.einsum("bphe,hed->bpd", z, layer.W_O) + layer.b_O
         torch.testing.assert_close(total, llama.attn_out(i, z), atol=1e-5, rtol=1e-4)
+
+
+def test_own_weights_for_each_head_give_the_model_s_queries_keys_and_values(model):
+    layer = model.layers[1]
+    normed = torch.randn(2, 5, 32)
+    weights, biases = layer.qkv_weights()
+    for slot, weight, bias in zip("qkv", weights, biases, strict=True):
+        expected = torch.einsum("bpd,hde->bhpe", normed, weight) + bias[:, None]
+        stored = layer.heads(normed, slot)
+        shared = stored.repeat_interleave(4 // stored.shape[1], dim=1)
+        torch.testing.assert_close(shared, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_grouped_keys_are_given_to_every_query_head(llama):
@@ -83,9 +147,59 @@ def test_padding_on_the_right_changes_nothing(gpt2):
     torch.testing.assert_close(gpt2(tokens, torch.tensor([7])), gpt2(longer, torch.tensor([7])))
 
 
+def test_a_model_is_shown_in_one_line(gpt2):
+    shape = f"3 layers × 4 heads × 32 wide, {gpt2.d_vocab:,} tokens"
+    assert repr(gpt2) == f"Model('random-gpt2', {shape}, torch.float32, {gpt2.device})"
+
+
+# Fingerprints
+
+
 def test_fingerprint_tells_models_apart():
     one, same, other = (wrap(random_gpt2(seed)).fingerprint for seed in (0, 0, 1))
     assert one == same != other
+
+
+@pytest.mark.parametrize("make", [random_gpt2, random_llama])
+def test_fingerprint_changes_with_any_one_weight(make):
+    fingerprints = {wrap(make()).fingerprint}
+    names = [name for name, _ in make().named_parameters()]
+    for name in names:
+        hf = make()
+        hf.get_parameter(name).data.view(-1)[0] += 1e-3
+        fingerprints.add(wrap(hf).fingerprint)
+    assert len(fingerprints) == 1 + len(names)
+
+
+def test_fingerprint_changes_when_a_weight_is_edited_after_loading():
+    model = wrap(random_gpt2())
+    weight = model.layers[1].mlp_out.weight
+    before = model.fingerprint
+    kept = weight[3, 5].item()
+    weight.data[3, 5] += 1e-3
+    assert model.fingerprint != before
+    weight.data[3, 5] = kept
+    assert model.fingerprint == before
+
+
+@pytest.mark.parametrize("change", [{"layer_norm_epsilon": 1e-3}, {"activation_function": "relu"}])
+def test_fingerprint_changes_with_what_shapes_the_forward(change):
+    """The weights are the same, the model is not."""
+    one = wrap(random_gpt2())
+    other = wrap(random_gpt2(**change))
+    for name, weight in one.bridge.original_model.state_dict().items():
+        assert torch.equal(weight, other.bridge.original_model.state_dict()[name])
+    assert one.fingerprint != other.fingerprint
+
+
+def test_fingerprint_of_a_llama_changes_with_its_rotation():
+    one = wrap(random_llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4}))
+    other = wrap(random_llama(rope_parameters={"rope_type": "default", "rope_theta": 1e5}))
+    assert one.fingerprint != other.fingerprint
+    assert one.fingerprint != wrap(random_llama(rms_norm_eps=1e-3)).fingerprint
+
+
+# Loading
 
 
 def folder_with(tmp_path, hf):
@@ -104,6 +218,43 @@ def test_a_folder_without_tokenizer_takes_tokens_and_says_what_text_needs(tmp_pa
 def test_the_dtype_asked_for_is_loaded(tmp_path):
     model = load_model(folder_with(tmp_path, random_llama()), dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16 == model.layers[0].W_O.dtype
+
+
+@pytest.mark.parametrize("make", [random_gpt2, random_llama])
+def test_log_probs_of_a_bfloat16_model_are_float32(tmp_path, make):
+    model = load_model(folder_with(tmp_path, make()), dtype=torch.bfloat16)
+    tokens = torch.randint(2, 60, (2, 6))
+    last = torch.tensor([5, 3])
+    log_probs = model(tokens, last)
+    assert log_probs.dtype == torch.float32
+    assert model.finish(model.embed(tokens), 0, last).dtype == torch.float32
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(2), atol=1e-5, rtol=0)
+
+
+def test_the_budget_is_set_at_loading(monkeypatch):
+    monkeypatch.delenv("OA_BUDGET", raising=False)
+    assert wrap(random_gpt2()).budget == "default"
+    assert wrap(random_gpt2(), budget="paper").budget == "paper"
+    monkeypatch.setenv("OA_BUDGET", "test")
+    assert wrap(random_gpt2()).budget == "test"
+    with pytest.raises(ValueError, match="'huge' is not one of test, default, paper"):
+        load_model("tiny", budget="huge")
+
+
+def test_a_folder_that_lacks_a_layer_s_weights_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = folder_with(tmp_path, random_gpt2()) / "model.safetensors"
+    weights = load_file(path)
+    less = {name: value for name, value in weights.items() if ".h.1." not in name}
+    assert len(less) < len(weights)
+    save_file(less, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="do not fit its configuration.*missing keys.*h.1."):
+        load_model(path.parent)
+    more = {**weights, "transformer.h.7.mlp.c_fc.bias": torch.zeros(3)}
+    save_file(more, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="unexpected keys"):
+        load_model(path.parent)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
@@ -131,19 +282,28 @@ def test_no_bos_and_no_eos_is_refused():
 
 
 def test_a_chat_marker_is_not_taken_as_bos():
-    from types import SimpleNamespace
-
-    from oa_utils.models import bos_of
-
     vocab = {"<|endoftext|>": 0, "<|im_start|>": 1}
-    chat = SimpleNamespace(bos_token="<|im_start|>", bos_token_id=1, get_vocab=lambda: vocab, convert_tokens_to_ids=vocab.get)
-    assert bos_of(SimpleNamespace(), chat, "chat") == 0
+    chat = SimpleNamespace(
+        bos_token="<|im_start|>",
+        bos_token_id=1,
+        get_vocab=lambda: vocab,
+        convert_tokens_to_ids=vocab.get,
+    )
+    assert models.bos_of(SimpleNamespace(), chat, "chat") == 0
+    other = SimpleNamespace(bos_token="<s>", bos_token_id=1)
+    assert models.bos_of(SimpleNamespace(), other, "other") == 1
 
 
 def test_unsupported_shapes_are_refused_with_a_reason():
     from transformers import Gemma2Config, Gemma2ForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
-    small = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     with pytest.raises(ValueError, match="parallel blocks"):
         wrap(GPTNeoXForCausalLM(GPTNeoXConfig(**small)))
     with pytest.raises(ValueError, match="not supported"):
@@ -154,7 +314,8 @@ def pip_that(tmp_path, monkeypatch, does):
     """Stand in for the pip call of `fetch`."""
 
     def run(command, **_):
-        return does(command[command.index("-d") + 1]) or subprocess.CompletedProcess(command, 0, "", "")
+        folder = Path(command[command.index("-d") + 1])
+        return does(folder) or subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("OA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sources.subprocess, "run", run)
@@ -165,7 +326,7 @@ def test_a_download_is_taken_once_and_a_damaged_one_is_refused(tmp_path, monkeyp
 
     def deliver(folder):
         calls.append(folder)
-        (type(tmp_path)(folder) / "x.whl").write_bytes(b"good")
+        (folder / "x.whl").write_bytes(b"good")
 
     pip_that(tmp_path, monkeypatch, deliver)
     digest = hashlib.sha256(b"good").hexdigest()
@@ -177,14 +338,42 @@ def test_a_download_is_taken_once_and_a_damaged_one_is_refused(tmp_path, monkeyp
 
 
 def test_no_network_or_no_pip_says_what_to_do(tmp_path, monkeypatch):
-    fail = lambda folder: subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution")  # noqa: E731
+    def fail(folder):
+        return subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution")
+
     pip_that(tmp_path, monkeypatch, fail)
     with pytest.raises(RuntimeError, match="with pip and a network.*No matching distribution"):
         load_model("smollm2-135m")
 
 
+# Workers
+
+
+def shifted(model, item):
+    return model.n_layers + item
+
+
+def test_each_gives_answers_in_order_here_and_in_workers(tiny, gpt2, monkeypatch):
+    monkeypatch.delenv("OA_BUDGET", raising=False)
+    for jobs in (1, 2):
+        monkeypatch.setattr(machine, "jobs", lambda jobs=jobs: jobs)
+        assert models.each(shifted, tiny, [3, 1, 2]) == [9, 7, 8]
+        assert models.each(shifted, gpt2, [3, 1, 2]) == [6, 4, 5]  # it is in this process only
+
+
+def test_an_edited_model_is_not_sent_to_workers(monkeypatch):
+    monkeypatch.setattr(machine, "jobs", lambda: 2)
+    monkeypatch.setattr(machine, "parallel", None)
+    model = load_model("tiny")
+    model.layers[0].mlp_out.weight.data[0, 0] += 1.0
+    assert models.each(shifted, model, [1, 2]) == [7, 8]
+
+
 def test_nothing_is_loaded_from_a_network_at_import():
-    code = "import socket; socket.socket.connect = None; import oa_utils; print('ok')"
+    code = (
+        "import socket; socket.socket.connect = None\n"
+        "import oa_utils, oa_utils.texts, oa_utils.labelled; print('ok')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "ok", done.stderr
 
@@ -196,9 +385,10 @@ def smollm2():
 
 @pytest.mark.real
 def test_smollm2_knows_where_the_eiffel_tower_is(smollm2):
+    assert smollm2.bos == 0
     tokens, last = smollm2.pad([smollm2.encode("The Eiffel Tower is located in the city of")])
     p = smollm2(tokens, last)[0].exp()
-    assert smollm2.decode([p.argmax()]) == [" Paris"] and p.max() > 0.7 and smollm2.bos == 0
+    assert smollm2.decode(p.argmax()[None]) == [" Paris"] and p.max() > 0.7
 
 
 @pytest.mark.real
@@ -217,7 +407,8 @@ def test_smollm2_loads_without_network_once_converted(smollm2):
         "import socket; socket.socket.connect = None\n"
         "from oa_utils.models import load_model; print(load_model('smollm2-135m').fingerprint)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PATH": ""})
+    env = {**os.environ, "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.stdout.strip() == smollm2.fingerprint, done.stderr
 
 
@@ -226,7 +417,8 @@ def test_gpt2_loads_from_a_folder_and_equals_hugging_face():
     from transformers import AutoModelForCausalLM
 
     folder = os.environ["OA_GPT2"]
-    model, hf = load_model(folder), AutoModelForCausalLM.from_pretrained(folder)
+    model = load_model(folder)
+    hf = AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.randint(0, 50257, (2, 12))
     expected = hf(tokens).logits.log_softmax(-1)[:, -1]
     torch.testing.assert_close(model(tokens, torch.tensor([11, 11])), expected, atol=1e-4, rtol=0)

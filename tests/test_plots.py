@@ -9,11 +9,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from oa_utils import files, plots
+from oa_utils import plots, store
+from oa_utils.circuits import Circuit
+from oa_utils.graph import Graph
 
+TINY = SimpleNamespace(name="org/tiny", budget="default")
 TOGETHER = {
     "ablations": "zero mean resample cf_mean counterfactual optimal optimal_shared noise",
     "methods": "ugs hcgs acdc eap eap_ig edge_pruning random manual",
@@ -49,7 +53,9 @@ def test_what_is_drawn_together_differs_in_grey_and_in_marker(group):
 
 def test_every_name_has_every_kind_of_style():
     names = {name for group in TOGETHER.values() for name in group.split()}
-    assert names == set(plots.COLOURS) == set(plots.MARKERS) == set(plots.LABELS) == set(plots.LINES)
+    assert (
+        names == set(plots.COLOURS) == set(plots.MARKERS) == set(plots.LABELS) == set(plots.LINES)
+    )
     assert (plots.LABELS["counterfactual"], plots.LABELS["optimal"]) == ("CF", "OA")
     fig, ax = plt.subplots()
     for name in names:
@@ -57,11 +63,17 @@ def test_every_name_has_every_kind_of_style():
         ax.errorbar([1, 2], [1, 2], [0.1, 0.1], **plots.style(name))
 
 
+def test_a_name_of_your_own_is_drawn_in_grey():
+    assert plots.style("my_ablation")["label"] == "my_ablation"
+    assert plots.style("my_ablation")["color"] == plots.GREY
+
+
 def test_caption_says_what_is_known_and_nothing_else():
     model = SimpleNamespace(name="smollm2-135m")
     text = plots.caption(model, "default", n=1000, seed=0, note="bars: one standard error")
-    assert "4 bits" in text and text.endswith("default budget · n = 1,000 · seed 0 · bars: one standard error")
-    assert plots.caption("tiny", "paper") == "tiny · paper budget"
+    assert "4 bits" in text
+    assert text.endswith("default budget · n = 1,000 · seed 0 · bars: one standard error")
+    assert plots.caption(SimpleNamespace(name="tiny"), "paper") == "tiny · paper budget"
 
 
 def figure():
@@ -73,21 +85,23 @@ def figure():
 
 def test_save_writes_the_same_bytes_with_the_caption_once(place):
     fig = figure()
-    path = plots.save(fig, "front", "org/tiny", "tiny · Δ")
+    path = plots.save(fig, "front", TINY, "tiny · Δ")
     assert path == place / "org-tiny" / "front.png"
     first = path.read_bytes()
-    assert plots.save(fig, "front", "org/tiny", "tiny · Δ").read_bytes() == first
-    assert plots.save(figure(), "again", SimpleNamespace(name="org/tiny"), "tiny · Δ").read_bytes() == first
+    assert plots.save(fig, "front", TINY, "tiny · Δ").read_bytes() == first
+    assert plots.save(figure(), "again", TINY, "tiny · Δ").read_bytes() == first
     assert [text.get_text() for text in fig.texts] == ["tiny · Δ"]
     image = Image.open(path)
-    assert image.info["Description"] == "tiny · Δ" and not {"Software", "Date", "Creation Time"} & image.info.keys()
+    assert image.info["Description"] == "tiny · Δ"
+    assert not {"Software", "Date", "Creation Time"} & image.info.keys()
     assert 1100 < image.width < 1300
 
 
 def test_the_caption_is_drawn_below_the_figure(place):
-    plain = Image.open(plots.save(figure(), "plain", "tiny"))
-    captioned = Image.open(plots.save(figure(), "captioned", "tiny", "a word " * 60))
-    assert captioned.height > plain.height + 60 and captioned.width < 1.1 * plain.width
+    plain = Image.open(plots.save(figure(), "plain", TINY))
+    captioned = Image.open(plots.save(figure(), "captioned", TINY, "a word " * 60))
+    assert captioned.height > plain.height + 60
+    assert captioned.width < 1.1 * plain.width
     below = np.asarray(captioned.convert("L"))[plain.height + 10 :]
     assert (below < 128).any()
 
@@ -95,14 +109,22 @@ def test_the_caption_is_drawn_below_the_figure(place):
 def test_a_figure_that_would_be_illegible_is_reported():
     with pytest.warns(UserWarning, match="wide: letters .* pixels"):
         fig, ax = plt.subplots(figsize=(16, 3))
-        plots.save(fig, "wide", "tiny")
+        plots.save(fig, "wide", TINY)
 
 
-def test_figures_of_a_test_go_to_a_temporary_folder(place, monkeypatch):
+def test_figures_are_in_the_repository_or_here_and_those_of_a_test_in_a_temporary_folder(
+    place, monkeypatch
+):
+    assert plots.folder("default") == plots.folder("test") == place
     monkeypatch.delenv("OA_FIGURES")
-    assert plots.folder() == files.REPO / "figures"
-    monkeypatch.setenv("OA_BUDGET", "test")
-    assert files.REPO not in plots.folder().parents
+    root = store.repository()
+    assert plots.folder("default") == plots.folder("paper") == root / "figures"
+    assert root not in plots.folder("test").parents
+    tested = SimpleNamespace(name="tiny", budget="test")
+    assert plots.save(figure(), "x", tested).parent == plots.folder("test") / "tiny"
+    monkeypatch.setattr(store, "repository", lambda: None)
+    monkeypatch.chdir(place)
+    assert plots.folder("default") == place / "figures"
 
 
 def test_bars_stand_in_the_frames_order_with_its_errors():
@@ -125,7 +147,9 @@ def test_bars_stand_in_the_frames_order_with_its_errors():
 
 def test_bars_without_hue_take_the_colour_of_their_name():
     fig, ax = plt.subplots()
-    plots.bars(ax, pd.DataFrame({"how": ["mean", "other"], "gap": [1.0, 2.0]}), "how", "gap", log=True)
+    plots.bars(
+        ax, pd.DataFrame({"how": ["mean", "other"], "gap": [1.0, 2.0]}), "how", "gap", log=True
+    )
     assert to_rgb(ax.patches[0].get_facecolor()[:3]) == to_rgb(plots.COLOURS["mean"])
     assert ax.get_legend() is None and ax.get_yscale() == "log"
 
@@ -140,3 +164,72 @@ def test_heatmap_shows_every_cell_and_logarithms_leave_zeros_out():
     plots.heatmap(right, pd.DataFrame([[0.5]], index=["a"], columns=["b"]), fmt=".2f")
     assert [text.get_text() for text in right.texts] == ["0.50"]
     fig.canvas.draw()
+
+
+# ---- circuits
+
+FRONT = pd.DataFrame(
+    [
+        ("ugs", "optimal", 10, 1.0, 0.1),
+        ("ugs", "optimal", 20, 2.0, 0.1),
+        ("ugs", "optimal", 30, 0.5, 0.1),
+        ("acdc", "mean", 20, 3.0, 0.2),
+    ],
+    columns=["method", "ablation", "n_edges", "gap", "se"],
+)
+
+
+def test_a_front_shows_every_circuit_and_a_line_through_the_best():
+    fig, ax = plt.subplots()
+    plots.front(ax, FRONT)
+    bars = ax.containers
+    assert [bar.get_label() for bar in bars] == ["UGS", "ACDC"]
+    assert bars[0].lines[0].get_xdata().tolist() == [10, 20, 30]
+    assert bars[0].lines[0].get_linestyle() == "None"
+    line = ax.lines[0]
+    assert line.get_xdata().tolist() == [10, 30]
+    assert to_rgb(line.get_color()) == to_rgb(plots.COLOURS["ugs"])
+    segment = bars[0].lines[2][0].get_segments()[0]
+    assert segment[:, 1].tolist() == pytest.approx([0.8, 1.2])
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+
+
+def test_fronts_by_ablation_share_one_legend_with_each_name_once():
+    fig, (left, right) = plt.subplots(1, 2)
+    plots.front(left, FRONT, by="ablation")
+    plots.front(right, FRONT.assign(method="x"), by="ablation")
+    plots.shared_legend(fig)
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["OA", "mean"]
+    bare_fig, bare = plt.subplots()
+    plots.front(bare, FRONT, label=False)
+    assert bare.get_legend_handles_labels()[1] == []
+    fig.canvas.draw()
+
+
+def circuit(n_layers=2, n_heads=2):
+    graph = Graph(n_layers, n_heads)
+    return Circuit(graph, torch.ones(len(graph)), "manual")
+
+
+def test_a_circuit_is_drawn_with_every_vertex_and_edge():
+    whole = circuit()
+    ax = plots.draw(whole)
+    curves = [curve for lines in ax.collections[:4] for curve in lines.get_segments()]
+    assert len(curves) == whole.n_edges
+    assert all(np.all(np.diff(curve[:, 1]) > 0) for curve in curves)
+    assert sorted(text.get_text() for text in ax.texts) == sorted(whole.vertices)
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["into MLP or out", "q", "k", "v"]
+    assert not ax.get_title(loc="left")
+    ax.figure.canvas.draw()
+
+
+def test_of_a_large_circuit_some_edges_are_drawn_those_without_mlps_first():
+    whole = circuit()
+    fig, ax = plt.subplots()
+    assert plots.draw(whole, ax, max_edges=10) is ax
+    assert ax.get_title(loc="left") == f"10 of {whole.n_edges} edges drawn"
+    assert sum(len(lines.get_segments()) for lines in ax.collections[:4]) == 10
+    mlp_column = whole.graph.n_heads + 0.4
+    ends = [curve[[0, -1], 0] for lines in ax.collections[:4] for curve in lines.get_segments()]
+    assert not np.isin(mlp_column, ends)

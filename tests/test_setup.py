@@ -1,18 +1,47 @@
-"""The files that set everything up say the same and nothing that holds on one machine only."""
+"""The files that set everything up say the same, and the house keeps its rules."""
 
+import ast
+import importlib.util
+import inspect
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 LOCK = (ROOT / "requirements.lock").read_text().splitlines()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+LIBRARY = sorted((ROOT / "oa_utils").rglob("*.py"))
+METHOD = [path for path in LIBRARY if path.parent.name != "paper"]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+RUNNER = ROOT / "oa_utils" / "paper" / "notebooks.py"  # for those who have the extra `dev`
 
 
 def plain(name: str) -> str:
     return re.split(r"[<>=\[]", name)[0].lower().replace("_", "-")
+
+
+def imports(path: Path) -> set[str]:
+    """Names of all modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+# ---- packages
 
 
 def test_the_lock_is_plain_pins_only():
@@ -27,34 +56,193 @@ def test_the_lock_has_everything_that_pyproject_names():
     assert {plain(r) for r in PROJECT["dependencies"] + extras} <= pinned
 
 
+def test_the_library_depends_on_what_it_imports_and_on_nothing_else():
+    modules = {name.split(".")[0] for path in LIBRARY if path != RUNNER for name in imports(path)}
+    outside = modules - sys.stdlib_module_names - {"oa_utils"}
+    owners = metadata.packages_distributions()
+    needed = {plain(owners[module][0]) for module in outside}
+    unseen = {"gguf"}  # transformers imports it to read SmolLM2's file
+    assert needed | unseen == {plain(r) for r in PROJECT["dependencies"]}
+
+
 def test_environment_yml_installs_the_lock():
     text = (ROOT / "environment.yml").read_text()
-    assert "-r requirements.lock" in text and "-e ." in text
-
-
-def test_only_models_imports_transformer_lens():
-    importing = re.compile(r"^\s*(from|import) transformer_lens", re.M)
-    assert [p.name for p in (ROOT / "oa_utils").rglob("*.py") if importing.search(p.read_text())] == ["models.py"]
-
-
-def test_no_file_of_the_library_is_longer_than_300_lines():
-    sizes = {p.name: len(p.read_text().splitlines()) for p in (ROOT / "oa_utils").rglob("*.py")}
-    assert max(sizes.values()) <= 300, sizes
-
-
-@pytest.mark.parametrize("word", ["import pickle", '"cuda"', "'cuda'", "HookedTransformer("])
-def test_the_library_does_not_say(word):
-    assert not [p.name for p in (ROOT / "oa_utils").rglob("*.py") if word in p.read_text()]
-
-
-def test_library_code_does_not_print():
-    for path in (ROOT / "oa_utils").rglob("*.py"):
-        body = path.read_text().split('if __name__ == "__main__"')[0]
-        found = re.search(r"^\s*print\(", body, re.M)
-        assert not found or "def main" in body, path.name
+    assert "-r requirements.lock" in text
+    assert "-e ." in text
 
 
 def test_make_alone_lists_every_command():
     makefile = (ROOT / "Makefile").read_text()
     commands = set(re.search(r"\.PHONY: (.*)", makefile)[1].split())
     assert commands == set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.M))
+
+
+def test_make_names_modules_that_exist():
+    for module in re.findall(r"-m (oa_utils[\w.]*)", (ROOT / "Makefile").read_text()):
+        assert importlib.util.find_spec(module), module
+
+
+def test_the_wheel_has_every_package():
+    packages = {".".join(p.parent.relative_to(ROOT).parts) for p in LIBRARY}
+    assert packages | {"oa_utils.data"} == set(PYPROJECT["tool"]["setuptools"]["packages"])
+
+
+INSTALLED = """
+import sys
+from pathlib import Path
+import oa_utils as oa
+from oa_utils import plots, store
+from oa_utils.paper import claims
+
+site, cache, experiment = sys.argv[1:]
+assert Path(oa.__file__).is_relative_to(site), oa.__file__
+assert store.repository() is None
+assert store.folder() == Path(cache) / "optimal-ablation" / "store", store.folder()
+assert plots.folder("default") == Path.cwd() / "figures"
+model = oa.load_model("tiny")
+assert len(oa.tasks.ioi(model, n=8)) == 8
+assert len(oa.results("tiny", experiment))
+assert claims.published("tiny")
+assert not list(Path(site).rglob(".oa")), "results among the packages"
+"""
+
+
+def test_an_installed_wheel_works_from_any_folder(tmp_path):
+    source = tmp_path / "source"
+    for name in ("oa_utils", "data"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "wheel", *offline, "-w", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
+    shutil.rmtree(source)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    experiments = sorted((ROOT / "data" / "results" / "tiny").iterdir())
+    experiment = next(path.name for path in experiments if path.name != "claims")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OA_")}
+    environment |= {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run(
+        [sys.executable, "-c", INSTALLED, site, tmp_path / "cache", experiment],
+        cwd=elsewhere,
+        env=environment,
+        check=True,
+    )
+
+
+# ---- the rooms of the house
+
+
+def test_the_method_never_imports_the_papers_bookkeeping():
+    for path in METHOD:
+        assert not [name for name in imports(path) if name.startswith("oa_utils.paper")], path
+
+
+def test_only_models_imports_transformer_lens():
+    importing = [p.name for p in LIBRARY if any("transformer_lens" in n for n in imports(p))]
+    assert importing == ["models.py"]
+
+
+@pytest.mark.parametrize("word", ["import pickle", '"cuda"', "'cuda'", "HookedTransformer("])
+def test_the_library_does_not_say(word):
+    assert not [p.name for p in LIBRARY if word in p.read_text()]
+
+
+def test_library_code_does_not_print():
+    for path in LIBRARY:
+        for node in ast.parse(path.read_text()).body:
+            if getattr(node, "name", "") == "main":
+                continue
+            calls = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+            assert not [f for f in calls if getattr(f, "id", "") == "print"], path.name
+
+
+# ---- the public surface
+
+
+def code_of(path: Path) -> list[str]:
+    cells = json.loads(path.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_every_public_name_is_used_and_there_are_few():
+    import oa_utils as oa
+
+    assert 0 < len(oa.__all__) <= 35
+    readme = (ROOT / "README.md").read_text()
+    text = "\n".join([readme, *(source for path in NOTEBOOKS for source in code_of(path))])
+    unused = [name for name in oa.__all__ if not re.search(rf"\boa\.{name}\b", text)]
+    assert not unused
+    assert all(hasattr(oa, name) for name in oa.__all__)
+
+
+def public_functions() -> list:
+    """What `oa_utils` exports, and the functions of the modules among it."""
+    import oa_utils as oa
+
+    exported = [getattr(oa, name) for name in oa.__all__]
+    modules = [x for x in exported if isinstance(x, ModuleType)]
+    inside = [
+        function
+        for module in modules
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+    ]
+    return [x for x in exported if callable(x)] + inside
+
+
+def test_every_public_function_has_a_full_signature():
+    assert public_functions()
+    for function in public_functions():
+        for name, parameter in inspect.signature(function).parameters.items():
+            assert parameter.kind is not parameter.VAR_KEYWORD, (function, name)
+            assert name != "args", function
+
+
+# ---- notebooks
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request) -> Path:
+    return request.param
+
+
+def test_a_notebook_has_one_cell_of_parameters(notebook):
+    cells = json.loads(notebook.read_text())["cells"]
+    tagged = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
+    assert len(tagged) == 1
+    source = "".join(tagged[0]["source"])
+    assert 'MODEL = os.environ.get("OA_MODEL", "tiny")' in source
+    assert 'BUDGET = os.environ.get("OA_BUDGET", "default")' in source
+
+
+def test_a_notebooks_cells_are_short(notebook):
+    for source in code_of(notebook):
+        assert len(source.splitlines()) <= 25, source
+        assert max(map(len, source.splitlines()), default=0) <= 100, source
+
+
+NAME = r"(MODEL|model\.name)"
+FORBIDDEN = {
+    "a pandas Styler (random ids)": r"(?<!plots)\.style\b",
+    "a write to os.environ": r"os\.environ(\[.*\]\s*=[^=]|\.(setdefault|update|pop))|putenv|%env",
+    "the name of a model compared": rf"{NAME}\s*(==|!=|\bin\b)|(==|!=)\s*{NAME}",
+    "settings frozen by hand": r"tuple\([^()]*\.items\(\)\)",
+}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_no_notebook_holds(notebook, what):
+    for source in code_of(notebook):
+        assert not re.search(FORBIDDEN[what], source), source
+
+
+def test_no_output_has_random_ids(notebook):
+    for cell in json.loads(notebook.read_text())["cells"]:
+        assert '"T_' not in "".join(str(output) for output in cell.get("outputs", []))

@@ -42,7 +42,9 @@ def test_spearman_sees_order_only():
 def test_loglog_finds_power_laws_and_leaves_out_what_has_no_logarithm():
     x = np.exp(RNG.normal(size=50))
     assert stats.loglog(x, 5 * x**2) == pytest.approx(1)
-    assert stats.loglog(np.append(x, [0, -1, 3]), np.append(5 * x**2, [1, 1, 0])) == pytest.approx(1)
+    assert stats.loglog(np.append(x, [0, -1, 3]), np.append(5 * x**2, [1, 1, 0])) == pytest.approx(
+        1
+    )
 
 
 def test_trimming_drops_the_ends_of_either_axis():
@@ -74,7 +76,10 @@ def test_ratio_error_agrees_with_the_bootstrap_and_uses_the_pairing():
     assert ratio == pytest.approx(w.mean() / z.mean())
     assert (high - low) / (2 * 1.96) == pytest.approx(se, rel=0.1)
     assert stats.ratio_se(RNG.permutation(w), z)[1] > 2 * se
-    assert stats.ratio_se(w, -z)[1] == pytest.approx(stats.ratio_se(-w, z)[1]) and stats.ratio_se(w, -z)[1] > 0
+    assert (
+        stats.ratio_se(w, -z)[1] == pytest.approx(stats.ratio_se(-w, z)[1])
+        and stats.ratio_se(w, -z)[1] > 0
+    )
 
 
 def test_bootstrap_draws_rows_together_repeatably_at_the_level_asked_for():
@@ -92,7 +97,10 @@ def test_bootstrap_draws_rows_together_repeatably_at_the_level_asked_for():
     assert (high - low) / (2 * 1.96) == pytest.approx(stats.mean_se(table[:, 0])[1], rel=0.15)
 
 
-@pytest.mark.parametrize("function", [stats.spearman, stats.loglog, stats.ratio_se, stats.median_ratio, stats.pareto])
+@pytest.mark.parametrize(
+    "function",
+    [stats.spearman, stats.loglog, stats.ratio_se, stats.median_ratio, stats.pareto],
+)
 def test_samples_of_different_length_are_refused(function):
     with pytest.raises(ValueError, match="differ"):
         function([1.0, 2.0, 3.0], [1.0, 2.0])
@@ -124,3 +132,19 @@ def test_interpolation_is_linear_in_the_logarithm_along_the_front_and_silent_out
 def test_sign_test_by_hand():
     assert stats.sign_test(5, 5) == pytest.approx(2 / 32)
     assert stats.sign_test(2, 4) == 1
+
+
+def front(level, sizes=(10, 20, 40)):
+    """Circuits of these sizes with loss = level × 10 / size."""
+    return np.array([(size, level * 10 / size) for size in sizes])
+
+
+def test_fronts_are_compared_at_equal_size():
+    assert stats.front_ratio(front(1.0), front(4.0)) == pytest.approx(0.25)
+    assert stats.front_ratio(front(1.0), front(1.0)) == pytest.approx(1)
+    assert stats.front_ratio(front(1.0, (5, 10, 20)), front(2.0)) == pytest.approx(0.5)
+
+
+def test_fronts_without_a_common_size_have_no_ratio():
+    assert math.isnan(stats.front_ratio(front(1.0), front(1.0, (50, 60))))
+    assert math.isnan(stats.front_ratio(front(1.0), np.zeros((0, 2))))

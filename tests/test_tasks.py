@@ -1,12 +1,13 @@
-"""Tasks: right answers, fair counterfactuals, parts that share nothing, and errors that say what to do."""
+"""Tasks: right answers, fair counterfactuals, parts that share nothing, and clear errors."""
 
 import base64
 import tarfile
+from dataclasses import replace
 
 import pytest
 import torch
 
-from oa_utils import sources, tasks
+from oa_utils import sources, tasks, texts
 from oa_utils.tasks import Task
 
 BOTH = [tasks.ioi, tasks.greater_than]
@@ -18,12 +19,57 @@ def test_same_seed_same_task_and_other_seed_other_task(gpt2, make):
     assert one.fingerprint == same.fingerprint != other.fingerprint
 
 
+def test_prompts_of_the_bundled_model_are_those_of_the_published_results(tiny):
+    """Stored results are named by these fingerprints, which other prompts or orders change."""
+    assert tasks.ioi(tiny, 256).fingerprint == "336c15523af54228"
+    assert tasks.greater_than(tiny, 256).fingerprint == "6e6194dc958fc088"
+    assert texts.facts(tiny).fingerprint == "c7b1ae663edfaad9"
+
+
+@pytest.mark.parametrize(
+    "change", ["tokens", "last", "right", "counterfactual", "in_train", "name"]
+)
+def test_everything_that_numbers_depend_on_is_in_the_fingerprint(gpt2, change):
+    task = tasks.ioi(gpt2, 10)
+    value = getattr(task, change)
+    if change == "name":
+        other = "other"
+    else:
+        other = value.clone()
+        other.view(-1)[3] = ~other.view(-1)[3] if change == "in_train" else 1 + other.view(-1)[3]
+    assert replace(task, **{change: other}).fingerprint != task.fingerprint
+
+
+def rows_of(task):
+    return {tuple(row) for row in task.tokens.tolist()}
+
+
 @pytest.mark.parametrize("make", BOTH)
 def test_train_and_test_share_no_prompt(gpt2, make):
     task = make(gpt2, 200)
-    rows = lambda part: {hash(tuple(row)) for row in part.tokens.tolist()}  # noqa: E731
-    assert len(rows(task)) == 200 and len(task.train) + len(task.test) == 200
-    assert not rows(task.train) & rows(task.test)
+    assert len(rows_of(task)) == 200
+    assert len(task.train) == len(task.test) == 100
+    assert not rows_of(task.train) & rows_of(task.test)
+
+
+def test_what_has_a_row_for_each_prompt_is_indexed_together(gpt2):
+    task = tasks.ioi(gpt2, 12)
+    for rows in (slice(2, 9, 3), [2, 5, 8], torch.tensor([2, 5, 8]), torch.arange(12) % 3 == 2):
+        part = task[rows]
+        kept = [2, 5, 8, 11][: len(part)]
+        assert part.prompts == tuple(task.prompts[i] for i in kept)
+        assert part.cf_prompts == tuple(task.cf_prompts[i] for i in kept)
+        for name in ("tokens", "last", "right", "wrong", "in_train", "counterfactual"):
+            assert torch.equal(getattr(part, name), getattr(task, name)[kept])
+
+
+def test_a_task_is_shown_in_one_line(gpt2):
+    task = tasks.ioi(gpt2, 12)
+    lengths = (task.last + 1).tolist()
+    span = f"{min(lengths)} to {max(lengths)} tokens"
+    assert repr(task) == f"Task('ioi', 12 prompts of {span}, with counterfactuals)"
+    plain = Task.from_text(gpt2, ["Mary went to the"], ["store"])
+    assert repr(plain) == "Task('own', 1 prompts of 5 to 5 tokens, without counterfactuals)"
 
 
 @pytest.mark.parametrize("make", BOTH)
@@ -31,15 +77,16 @@ def test_prompts_start_with_bos_and_end_at_last(gpt2, make):
     task = make(gpt2, 40)
     assert (task.tokens[:, 0] == gpt2.bos).all()
     for row, last, text in zip(task.tokens, task.last, task.prompts, strict=True):
-        assert row[1 : last + 1].tolist() == gpt2.encode(text) and (row[last + 1 :] == gpt2.bos).all()
+        assert row[1 : last + 1].tolist() == gpt2.encode(text)
+        assert (row[last + 1 :] == gpt2.bos).all()
 
 
 @pytest.mark.parametrize("make", BOTH)
 def test_counterfactuals_are_as_long_and_differ(gpt2, make):
     task = make(gpt2, 60)
     assert task.counterfactual.shape == task.tokens.shape
-    ends = torch.stack([row[last] for row, last in zip(task.counterfactual, task.last, strict=True)])
-    assert (ends != gpt2.bos).all()
+    for row, last, text in zip(task.counterfactual, task.last, task.cf_prompts, strict=True):
+        assert row[1 : last + 1].tolist() == gpt2.encode(text)
     assert (task.counterfactual != task.tokens).any(-1).all()
 
 
@@ -47,12 +94,17 @@ def test_ioi_counterfactual_has_three_new_distinct_names(gpt2):
     task = tasks.ioi(gpt2, 200)
     names = set(tasks.TEXTS["ioi"]["names"])
     for prompt, cf in zip(task.prompts, task.cf_prompts, strict=True):
-        before, after = ([w for w in text.replace(",", " ").replace(".", " ").split() if w in names] for text in (prompt, cf))
-        assert len(before) == 3 and len(set(before)) == 2 and len(set(after)) == 3 and not set(before) & set(after)
+        before, after = (
+            [word for word in text.replace(",", " ").replace(".", " ").split() if word in names]
+            for text in (prompt, cf)
+        )
+        assert len(before) == 3 and len(set(before)) == 2
+        assert len(set(after)) == 3 and not set(before) & set(after)
 
 
 def test_ioi_has_templates_of_several_lengths_in_both_orders(gpt2):
-    assert len(tasks.TEXTS["ioi"]["templates"]) >= 15 and len(tasks.TEXTS["ioi"]["names"]) >= 100
+    assert len(tasks.TEXTS["ioi"]["templates"]) >= 15
+    assert len(tasks.TEXTS["ioi"]["names"]) >= 100
     task = tasks.ioi(gpt2, 300)
     assert len(set(task.last.tolist())) >= 4
     first = [min(p.find(f"{a} "), 10**6) < p.find(b) for p, a, b in _texts(task, gpt2)]
@@ -70,24 +122,30 @@ def test_ioi_answer_is_the_name_that_is_not_repeated(gpt2):
         assert words.count(right) == 1 and words.count(wrong) == 2
 
 
+def numbers(model, ids):
+    return sorted(map(int, model.decode(ids[ids >= 0])))
+
+
 def test_greater_than_answers_are_the_later_years(gpt2):
     task = tasks.greater_than(gpt2, 100)
-    assert task.last.unique().numel() == 1 and len(tasks.TEXTS["greater_than"]["nouns"]) >= 100
+    assert task.last.unique().numel() == 1
+    assert len(tasks.TEXTS["greater_than"]["nouns"]) >= 100
     for i, prompt in enumerate(task.prompts):
         year = int(prompt.split("year ")[1].split()[0]) % 100
-        right, wrong = (sorted(map(int, gpt2.decode(ids[i][ids[i] >= 0]))) for ids in (task.right, task.wrong))
+        right, wrong = (numbers(gpt2, ids[i]) for ids in (task.right, task.wrong))
         assert right == list(range(year + 1, 100)) and wrong == list(range(year))
         assert task.cf_prompts[i].split("year ")[1].split()[0].endswith("01")
 
 
 def test_scores_of_a_known_distribution_by_hand():
     p = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3]])
-    torch.testing.assert_close(tasks.mass(p, torch.tensor([[0, 2], [1, -1]])), torch.tensor([0.8, 0.6]))
+    ids = torch.tensor([[0, 2], [1, -1]])
+    torch.testing.assert_close(tasks.mass(p, ids), torch.tensor([0.8, 0.6]))
 
 
-def test_accuracy_and_score_do_not_depend_on_batching(gpt2):
+def test_accuracy_and_score_do_not_depend_on_batching(gpt2, monkeypatch):
     task = tasks.ioi(gpt2, 30)
-    torch.testing.assert_close(task.log_probs(gpt2, batch=7), task.log_probs(gpt2, batch=30), atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(tasks, "BATCH", 7)
     alone = torch.cat([task[[i]].log_probs(gpt2) for i in range(30)])
     torch.testing.assert_close(alone, task.log_probs(gpt2), atol=1e-5, rtol=1e-5)
 
@@ -103,15 +161,12 @@ def test_partners_are_a_derangement_and_one_prompt_has_none(gpt2):
 
 
 def test_partners_are_laid_under_the_prompts_as_the_paper_does(gpt2):
-    task = Task.from_text(gpt2, ["Mary went to the store", "Mary saw the king in the school"], ["park", "park"])
+    prompts = ["Mary went to the store", "Mary saw the king in the school"]
+    task = Task.from_text(gpt2, prompts, ["park", "park"])
     short, long = (task.tokens[i, : int(task.last[i]) + 1].tolist() for i in (0, 1))
-    bos, swap = gpt2.bos, torch.tensor([1, 0])
-    pad = [bos] * (len(long) - len(short))
+    swap = torch.tensor([1, 0])
+    pad = [gpt2.bos] * (len(long) - len(short))
     assert task.resampled(swap).tolist() == [long[: len(short)] + pad, pad + short]
-    assert task.resampled(swap, "end")[0].tolist() == [bos, *long[len(pad) + 1 :], *pad]
-    assert task.resampled(swap, "right")[1].tolist() == short + pad
-    with pytest.raises(ValueError, match="align is one of"):
-        task.resampled(swap, "middle")
 
 
 def test_own_tasks_name_what_is_wrong(gpt2):
@@ -155,12 +210,15 @@ def test_smollm2_has_names_enough_and_reads_years_by_digit():
     task = tasks.greater_than(model, 60)
     for i, prompt in enumerate(task.prompts):
         tens = int(prompt.split("year ")[1].split()[0]) % 100 // 10
-        right, wrong = (sorted(map(int, model.decode(ids[i][ids[i] >= 0]))) for ids in (task.right, task.wrong))
+        right, wrong = (numbers(model, ids[i]) for ids in (task.right, task.wrong))
         assert right == list(range(tens + 1, 10)) and wrong == list(range(tens))
     assert tasks.ioi(model, 60).score(model) > 0.2 and task.score(model) > 0.2
 
 
-WHISPER = ("openai-whisper==20250625", "37a91a3921809d9f44748ffc73c0a55c9f366c85a3ef5c2ae0cc09540432eb96")
+WHISPER = (
+    "openai-whisper==20250625",
+    "37a91a3921809d9f44748ffc73c0a55c9f366c85a3ef5c2ae0cc09540432eb96",
+)
 
 
 @pytest.mark.real

@@ -1,32 +1,44 @@
-"""Edge Pruning (Bhaskar et al. 2024): HardConcrete masks, drawn towards a number of edges by a Lagrangian.
+"""Edge Pruning (Bhaskar et al. 2024): HardConcrete masks, drawn towards a number of edges by a
+Lagrangian.
 
-As published: one mask for all prompts of a step, log α from 10, fixed temperature, AdamW with its default decay and a rate
-of 0.8 that rises and falls linearly, a target that grows over the first five sixths of the steps, and two multipliers that
-are raised as long as the target is missed. Left out are their second masks on whole vertices, a detour to the same edges.
+As published: one mask for all prompts of a step, log α from 10, fixed temperature, AdamW with its
+default decay and a rate of 0.8 that rises and falls linearly, a target that grows over the first
+five sixths of the steps, and two multipliers that are raised as long as the target is missed. Left
+out are their second masks on whole vertices, a detour to the same edges.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from oa_utils import runs
+from oa_utils import machine
 from oa_utils.circuits import Circuit
-from oa_utils.search.common import Sampler, Training, check, train
+from oa_utils.graph import Graph
+from oa_utils.masked import MaskedModel
 from oa_utils.search.eap import top_edges
 from oa_utils.search.hcgs import hard_concrete, uniform
+from oa_utils.search.loop import LoopSettings, Sampler, train_circuit
+from oa_utils.search.shared import check_size
+from oa_utils.store import with_settings
+from oa_utils.tasks import Task
 
 VERSION = 1
+DECAY = 0.01  # AdamW's default
 
 
 @dataclass(frozen=True)
-class EdgePruningSettings(Training):
+class EdgePruningSettings(LoopSettings):
+    ablation: str = "counterfactual"
     lam: float = 0.0  # the multipliers take its place
     prompts: int = 32
     masks: int = 1
     lr: float = 0.8
-    lr_multipliers: float = 0.8  # for graphs of a few dozen edges less: each edge feels multiplier / n_edges of the graph
+    lr_multipliers: float = 0.8  # less for a few dozen edges: each feels multiplier / n_edges
     clip: float = 1.0
     n_edges: int = 100
     temperature: float = 2 / 3
@@ -35,38 +47,47 @@ class EdgePruningSettings(Training):
 
 
 class Lagrangian(Sampler):
-    def __init__(self, graph, settings: EdgePruningSettings):
+    def __init__(self, graph: Graph, settings: EdgePruningSettings):
         super().__init__(graph, settings)
-        start = 10 + 0.01 * torch.randn(self.units, generator=runs.generator(settings.seed))
-        self.parameters = {"log_alpha": start.requires_grad_(), "multipliers": torch.zeros(2, requires_grad=True)}
+        noise = torch.randn(self.units, generator=machine.generator(settings.seed))
+        self.parameters = {
+            "log_alpha": (10 + 0.01 * noise).requires_grad_(),
+            "multipliers": torch.zeros(2, requires_grad=True),
+        }
 
-    def groups(self):
-        (log_alpha, multipliers), s = self.parameters.values(), self.settings
-        raised = {"params": [multipliers], "lr": s.lr_multipliers, "maximize": True, "weight_decay": 0.01}
-        return [{"params": [log_alpha], "lr": s.lr, "weight_decay": 0.01}, raised]
+    def groups(self) -> list[dict[str, Any]]:
+        log_alpha, multipliers = self.parameters.values()
+        lowered = {"params": [log_alpha], "lr": self.settings.lr}
+        raised = {"params": [multipliers], "lr": self.settings.lr_multipliers, "maximize": True}
+        return [group | {"weight_decay": DECAY} for group in (lowered, raised)]
 
-    def draw(self, n, rng):
-        return hard_concrete(self.parameters["log_alpha"], self.settings.temperature, uniform(1, self.units, rng))
+    def draw(self, n: int, rng: torch.Generator) -> Float[Tensor, "1 unit"]:
+        log_alpha = self.parameters["log_alpha"]
+        return hard_concrete(log_alpha, self.settings.temperature, uniform(1, self.units, rng))
 
-    def keep(self):
+    def keep(self) -> Float[Tensor, " unit"]:
         return self.parameters["log_alpha"].sigmoid()
 
-    def penalty(self, alpha, step):
-        s = self.settings
-        target = (1 - s.n_edges / self.units) * min(1.0, step / max(1.0, s.ramp * s.steps))
+    def penalty(self, alpha: Float[Tensor, "n unit"], step: int) -> Float[Tensor, ""]:
+        settings = self.settings
+        grown = min(1.0, step / max(1.0, settings.ramp * settings.steps))
+        target = (1 - settings.n_edges / self.units) * grown
         miss = 1 - alpha.mean() - target  # sparsity too much
         return self.parameters["multipliers"] @ torch.stack([miss, miss.square()])
 
-    def pace(self, step):
-        rise, steps = self.settings.warmup * self.settings.steps, self.settings.steps
+    def pace(self, step: int) -> float:
+        steps = self.settings.steps
+        rise = self.settings.warmup * steps
         return min((step + 1) / max(1.0, rise), (steps - step) / (steps - rise))
 
-    def cut(self):
-        return top_edges(self.graph, self.parameters["log_alpha"].detach(), self.settings.n_edges)
+    def cut(self) -> Tensor:
+        log_alpha = self.parameters["log_alpha"].detach()
+        return top_edges(self.graph, log_alpha, self.settings.n_edges)
 
 
-def edge_pruning(masked, task, ablation="counterfactual", n_edges=100, steps=300, seed=0, **settings) -> Circuit:
-    """The circuit of Edge Pruning with at most `n_edges`; other settings as in `EdgePruningSettings`."""
-    check(task, ablation, n_edges=n_edges, graph=masked.graph)
-    own = EdgePruningSettings(ablation, steps=steps, seed=seed, n_edges=n_edges, **settings)
-    return train("edge_pruning", masked, task, own, Lagrangian, VERSION)
+@with_settings
+def edge_pruning(masked: MaskedModel, task: Task, *, settings: EdgePruningSettings) -> Circuit:
+    """The circuit of Edge Pruning with at most `n_edges`; settings as in `EdgePruningSettings`."""
+    check_size(settings.n_edges, masked.graph)
+    aim = f"n_edges={settings.n_edges}"
+    return train_circuit("edge_pruning", masked, task, settings, Lagrangian, VERSION, aim)

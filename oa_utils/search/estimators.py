@@ -1,7 +1,9 @@
-"""Why UGS (paper, appendix F.5): three estimators of ∂f/∂θ, one for every edge at once, against the true marginal gap.
+"""Why UGS (paper, appendix F.5): three estimators of ∂f/∂θ, one for every edge at once, against the
+true marginal gap.
 
-f(θ) is the mean KL over prompts and over circuits with edges drawn by θ. Its slope by θ of one edge is the mean gap with
-the edge less that without it, which can be had exactly, edge by edge, but costs two runs for each edge and draw.
+f(θ) is the mean KL over prompts and over circuits with edges drawn by θ. Its slope by θ of one edge
+is the mean gap with the edge less that without it, which can be had exactly, edge by edge, but
+costs two runs for each edge and draw.
 """
 
 from __future__ import annotations
@@ -13,65 +15,92 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from oa_utils import runs, stats
-from oa_utils.fills import Activations, Constants
+from oa_utils import machine, stats, store
+from oa_utils.fills import Activations, Constants, edge_fill, find_ablation
 from oa_utils.masked import MaskedModel
-from oa_utils.search.common import batch, chunks
-from oa_utils.search.filling import fill_for
 from oa_utils.search.hcgs import hard_concrete, uniform
+from oa_utils.search.shared import EVALUATION_BATCH, batch_of, check_search, spans
 from oa_utils.search.ugs import draw, normalise, window
+from oa_utils.store import at_least, with_settings
 from oa_utils.tasks import Task
 
 VERSION = 1
 ESTIMATORS = ("ugs", "hcgs", "importance")
+TEMPERATURE = 2 / 3  # of HardConcrete
 
 
 @dataclass(frozen=True)
 class EstimatorSettings:
-    edges: tuple[int, ...]  # those whose true slope is measured
-    theta: tuple[float, ...]  # of every edge
     ablation: str = "counterfactual"
     masks: int = 60  # in one estimate
     estimates: int = 40  # of each estimator
     draws: int = 400  # of the other edges, for the true slope
     seed: int = 0
 
+    def __post_init__(self):
+        at_least(1, masks=self.masks)
+        at_least(2, estimates=self.estimates, draws=self.draws)
+
 
 class Slopes:
-    """KL of prompts under masks, each mask on a prompt of its own, taken as they are (nothing is pruned)."""
+    """KL of prompts under masks, each mask on a prompt of its own, taken as they are (nothing is
+    pruned)."""
 
-    def __init__(self, masked: MaskedModel, task: Task, settings: EstimatorSettings):
-        self.masked, self.settings, self.part = masked, settings, task.train
-        self.full, self.theta = self.part.log_probs(masked.model), torch.tensor(settings.theta)
-        self.fill = fill_for(masked, task, settings.ablation, "train", settings.seed)
+    def __init__(
+        self,
+        masked: MaskedModel,
+        task: Task,
+        theta: Float[Tensor, " n_edges"],
+        settings: EstimatorSettings,
+    ):
+        self.masked = masked
+        self.settings = settings
+        self.theta = theta
+        self.part = task.train
+        self.full = self.part.log_probs(masked.model)
+        ablation = find_ablation(settings.ablation)
+        self.fill = edge_fill(masked, task, ablation, "train", settings.seed)
 
-    def kl(self, rows: Int[Tensor, " n"], mask: Float[Tensor, "n n_edges"], fill: Constants | Activations) -> Tensor:
-        return stats.kl(self.full[rows], self.masked(*batch(self.part, rows), mask, fill))
+    def kl(
+        self,
+        rows: Int[Tensor, " n"],
+        mask: Float[Tensor, "n n_edges"],
+        fill: Constants | Activations,
+    ) -> Float[Tensor, " n"]:
+        return stats.kl(self.full[rows], self.masked(*batch_of(self.part, rows), mask, fill))
 
     def rows(self, n: int, rng: torch.Generator) -> Int[Tensor, " n"]:
         return torch.randint(len(self.part), (n,), generator=rng)
 
     @torch.no_grad()
-    def true(self) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
-        """Mean gap with an edge less that without it, with its standard error; the same draws for every edge."""
-        s, rng = self.settings, runs.generator(self.settings.seed)
-        rows, others, found = self.rows(s.draws, rng), torch.rand(s.draws, len(self.theta), generator=rng) < self.theta, []
-        spans = list(chunks(self.masked, s.draws, self.part.tokens.shape[1], size=64))
-        for span in runs.progress(spans, desc="marginal gaps"):
-            fill, change = self.fill(rows[span]), []
-            for edge in s.edges:
-                both = others[span].float().repeat(2, 1, 1)
-                both[0, :, edge], both[1, :, edge] = 1.0, 0.0
-                kept, gone = (self.kl(rows[span], mask, fill) for mask in both)
-                change.append(kept - gone)
-            found.append(torch.stack(change, 1))
-        found = torch.cat(found)
-        return found.mean(0), found.std(0) / len(found) ** 0.5
+    def true(self, edges: list[int]) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
+        """Mean gap with an edge less that without it, with its standard error; the same draws for
+        every edge."""
+        n = self.settings.draws
+        rng = machine.generator(self.settings.seed)
+        rows = self.rows(n, rng)
+        others = torch.rand(n, len(self.theta), generator=rng) < self.theta
+        chunks = list(spans(self.masked, n, self.part.tokens.shape[1], EVALUATION_BATCH))
+        changes = []
+        for span in machine.progress(chunks, desc="marginal gaps"):
+            fill = self.fill(rows[span])
+            by_edge = []
+            for edge in edges:
+                mask = others[span].float()
+                mask[:, edge] = 1.0
+                kept = self.kl(rows[span], mask, fill)
+                mask[:, edge] = 0.0
+                by_edge.append(kept - self.kl(rows[span], mask, fill))
+            changes.append(torch.stack(by_edge, 1))
+        change = torch.cat(changes)
+        return change.mean(0), change.std(0) / len(change) ** 0.5
 
-    def gradient(self, alpha: Float[Tensor, "n n_edges"], rows: Tensor) -> Float[Tensor, "n n_edges"]:
+    def gradient(
+        self, alpha: Float[Tensor, "n n_edges"], rows: Int[Tensor, " n"]
+    ) -> Float[Tensor, "n n_edges"]:
         """∂KL/∂α of every mask."""
         parts = []
-        for span in chunks(self.masked, len(rows), self.part.tokens.shape[1]):
+        for span in spans(self.masked, len(rows), self.part.tokens.shape[1]):
             leaf = alpha[span].detach().requires_grad_()
             self.kl(rows[span], leaf, self.fill(rows[span])).sum().backward()
             parts.append(leaf.grad)
@@ -79,8 +108,10 @@ class Slopes:
 
     def estimate(self, how: str, rng: torch.Generator) -> Float[Tensor, " n_edges"]:
         """One estimate of all slopes from `masks` runs."""
-        n, theta = self.settings.masks, self.theta.clone().requires_grad_()
-        rows, u = self.rows(n, rng), uniform(n, len(theta), rng)
+        n = self.settings.masks
+        theta = self.theta.clone().requires_grad_()
+        rows = self.rows(n, rng)
+        u = uniform(n, len(theta), rng)
         if how == "importance":
             kept = (u < theta.detach()).float()
             with torch.no_grad():
@@ -89,26 +120,56 @@ class Slopes:
         if how == "ugs":
             alpha = normalise(draw(theta, u, window(theta)))
         else:  # P(α > ½) = θ
-            alpha = hard_concrete(theta.logit(), 2 / 3, u)
+            alpha = hard_concrete(theta.logit(), TEMPERATURE, u)
         alpha.backward(self.gradient(alpha, rows) / n)
         return theta.grad
 
 
-def estimator_errors(masked: MaskedModel, task: Task, settings: EstimatorSettings) -> pd.DataFrame:
-    """A row for each estimator and edge: its `true` slope (± `se`), the estimator's `mean`, its `std` and `rms` error."""
+@with_settings
+def estimator_errors(
+    masked: MaskedModel,
+    task: Task,
+    theta: Float[Tensor, " n_edges"],
+    edges: list[int],
+    *,
+    settings: EstimatorSettings,
+) -> pd.DataFrame:
+    """A row for each estimator and each of some edges: its `true` slope at θ (± `se`), the
+    estimator's `mean`, its `std` and `rms` error."""
+    check_search(masked, task, settings.ablation, fixed="an estimator")
 
-    def compute(_):
-        s, slopes, rows = settings, Slopes(masked, task, settings), []
-        true, se = slopes.true()
+    def compute(_: store.Snapshots) -> dict:
+        slopes = Slopes(masked, task, theta, settings)
+        true, se = slopes.true(edges)
+        rows = []
         for how in ESTIMATORS:
-            rng = runs.generator(s.seed + 1)
-            bar = runs.progress(range(s.estimates), desc=how)
-            found = torch.stack([slopes.estimate(how, rng)[list(s.edges)] for _ in bar])
-            mean, std, rms = found.mean(0), found.std(0), (found - true).square().mean(0).sqrt()
-            columns = {"edge": torch.tensor(s.edges), "true": true, "se": se, "mean": mean, "std": std, "rms": rms}
-            table = pd.DataFrame({k: v.tolist() for k, v in columns.items()})
-            rows += table.assign(estimator=how, theta=[s.theta[e] for e in s.edges]).to_dict("records")
+            rng = machine.generator(settings.seed + 1)
+            bar = machine.progress(range(settings.estimates), desc=how)
+            estimates = torch.stack([slopes.estimate(how, rng)[edges] for _ in bar])
+            rms = (estimates - true).square().mean(0).sqrt()
+            table = pd.DataFrame(
+                {
+                    "edge": edges,
+                    "true": true.tolist(),
+                    "se": se.tolist(),
+                    "mean": estimates.mean(0).tolist(),
+                    "std": estimates.std(0).tolist(),
+                    "rms": rms.tolist(),
+                    "estimator": how,
+                    "theta": theta[edges].tolist(),
+                }
+            )
+            rows += table.to_dict("records")
         return {"rows": rows}
 
-    about = {"model": masked.model, "task": task, "version": VERSION, "key": settings.ablation}
-    return runs.run("estimators", settings, compute, **about).frame()
+    result = store.run(
+        "estimators",
+        settings,
+        compute,
+        model=masked.model,
+        task=task,
+        inputs={"edges": edges, "theta": store.fingerprint(theta)},
+        version=VERSION,
+        key=f"{task.name}_{settings.ablation}",
+    )
+    return result.frame()

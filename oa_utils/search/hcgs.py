@@ -1,37 +1,52 @@
-"""HardConcrete gradient sampling (Louizos et al. 2018, on edges): α is a stretched and clamped concrete variable."""
+"""HardConcrete gradient sampling (Louizos et al. 2018, on edges): α is a stretched and clamped
+concrete variable."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from oa_utils.circuits import Circuit
-from oa_utils.search.common import Sampler, Training, train
+from oa_utils.graph import Graph
+from oa_utils.masked import MaskedModel
+from oa_utils.search.loop import LoopSettings, Sampler, train_circuit
 from oa_utils.search.ugs import learning_rate
+from oa_utils.store import with_settings
+from oa_utils.tasks import Task
 
 VERSION = 1
-STRETCH = -0.1, 1.1  # the interval that s in (0, 1) is stretched to before clamping
+STRETCH = (-0.1, 1.1)  # the interval that s in (0, 1) is stretched to before clamping
+RELEASED = (-0.12, 1.08)  # what 1.2 (s − 0.1) comes to
+LEAST_TEMPERATURE = 0.1
 SLOWER = {"counterfactual": 3.0, "resample": 1.5}
 
 
 @dataclass(frozen=True)
-class HCGSSettings(Training):
+class HCGSSettings(LoopSettings):
     start: float = 0.0  # log α of every edge
-    temperature: float = 2 / 3  # where every temperature starts; they are trained, and kept from 0.1 on
-    released: bool = False  # stretch as in the authors' code, 1.2 (s − 0.1), to which the penalty does not belong
+    temperature: float = 2 / 3  # where every temperature starts; they are trained
+    released: bool = False  # the authors' stretch, to which the penalty does not belong
 
 
 def uniform(n: int, units: int, rng: torch.Generator) -> Float[Tensor, "n unit"]:
     return torch.rand(n, units, generator=rng).clamp(1e-6, 1 - 1e-6)
 
 
-def hard_concrete(log_alpha: Tensor, beta: Tensor | float, u: Float[Tensor, "n unit"], stretch=STRETCH) -> Tensor:
+def hard_concrete(
+    log_alpha: Float[Tensor, " unit"],
+    beta: Float[Tensor, " unit"] | float,
+    u: Float[Tensor, "n unit"],
+    stretch: tuple[float, float] = STRETCH,
+) -> Float[Tensor, "n unit"]:
+    """α drawn by u; log_alpha moves it, beta is the temperature."""
     low, high = stretch
-    return (((u.logit() + log_alpha) / beta).sigmoid() * (high - low) + low).clamp(0, 1)
+    s = ((u.logit() + log_alpha) / beta).sigmoid()
+    return (s * (high - low) + low).clamp(0, 1)
 
 
 def nonzero(log_alpha: Tensor, beta: Tensor | float) -> Tensor:
@@ -40,26 +55,33 @@ def nonzero(log_alpha: Tensor, beta: Tensor | float) -> Tensor:
 
 
 class HardConcrete(Sampler):
-    def __init__(self, graph, settings: HCGSSettings):
+    def __init__(self, graph: Graph, settings: HCGSSettings):
         super().__init__(graph, settings)
-        values = {"log_alpha": settings.start, "temperature": settings.temperature}
-        self.parameters = {name: torch.full((self.units,), float(v)).requires_grad_() for name, v in values.items()}
+        starts = {"log_alpha": settings.start, "temperature": settings.temperature}
+        self.parameters = {
+            name: torch.full((self.units,), float(start)).requires_grad_()
+            for name, start in starts.items()
+        }
 
-    def groups(self):
-        return [{"params": list(self.parameters.values()), "lr": learning_rate(self.settings, SLOWER)}]
+    def groups(self) -> list[dict[str, Any]]:
+        rate = learning_rate(self.settings, SLOWER)
+        return [{"params": list(self.parameters.values()), "lr": rate}]
 
-    def draw(self, n, rng):
-        self.parameters["temperature"].data.clamp_(min=0.1)
-        stretch = (-0.12, 1.08) if self.settings.released else STRETCH
-        return hard_concrete(*self.parameters.values(), uniform(n, self.units, rng), stretch)
+    def draw(self, n: int, rng: torch.Generator) -> Float[Tensor, "n unit"]:
+        log_alpha, temperature = self.parameters.values()
+        temperature.data.clamp_(min=LEAST_TEMPERATURE)
+        stretch = RELEASED if self.settings.released else STRETCH
+        return hard_concrete(log_alpha, temperature, uniform(n, self.units, rng), stretch)
 
-    def keep(self):
+    def keep(self) -> Float[Tensor, " unit"]:
         return self.parameters["log_alpha"].sigmoid()
 
-    def penalty(self, alpha, step):
+    def penalty(self, alpha: Float[Tensor, "n unit"], step: int) -> Float[Tensor, ""]:
         return self.priced(nonzero(*self.parameters.values()))
 
 
-def hcgs(masked, task, ablation="optimal", lam=1e-3, steps=300, seed=0, level="edge", **settings) -> Circuit:
-    """The circuit of HardConcrete gradient sampling; other settings as in `HCGSSettings`."""
-    return train("hcgs", masked, task, HCGSSettings(ablation, lam, steps, seed, level, **settings), HardConcrete, VERSION)
+@with_settings
+def hcgs(masked: MaskedModel, task: Task, *, settings: HCGSSettings) -> Circuit:
+    """The circuit of HardConcrete gradient sampling; settings as in `HCGSSettings`."""
+    aim = f"lam={settings.lam:g}"
+    return train_circuit("hcgs", masked, task, settings, HardConcrete, VERSION, aim)

@@ -1,0 +1,140 @@
+"""The machine: how much to spend, how much fits at once, what runs side by side, and what whoever
+waits is told."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import joblib
+import torch
+from joblib.parallel import get_active_backend
+from tqdm.auto import tqdm
+
+BUDGETS = ("test", "default", "paper")
+SMALL = 10_000_000  # parameters: models below are small
+# bytes that one computation may take at once: fixed, so that results do not depend on the day
+MEMORY = 1.5e9
+PASS_TOKENS = 2048  # tokens that a CPU runs at once: more would fall out of its caches
+Value = TypeVar("Value")
+
+
+# ---- how much to spend
+
+
+def budget(name: str | None = None) -> str:
+    """How much to spend: the budget that is named, else `OA_BUDGET`, else `default`."""
+    value = name or os.environ.get("OA_BUDGET") or "default"
+    if value not in BUDGETS:
+        raise ValueError(f"budget {value!r} is not one of {', '.join(BUDGETS)}")
+    return value
+
+
+def choose(model: Any, *, test: Value, small: Value, default: Value, paper: Value) -> Value:
+    """What to spend on a model: by its budget and, at the default one, by its size (`small`: under
+    ten million parameters)."""
+    if model.budget == "default" and model.n_parameters < SMALL:
+        return small
+    return {"test": test, "default": default, "paper": paper}[model.budget]
+
+
+# ---- how much fits at once
+
+
+def micro_batch(n: int, bytes_per_item: float, limit_bytes: float = MEMORY) -> int:
+    """How many of n items to compute at once so that they take no more than the limit."""
+    return max(1, min(n, int(limit_bytes // bytes_per_item)))
+
+
+def rows_in_a_pass(model: Any, length: int) -> int:
+    """How many rows of so many tokens to run at once."""
+    return max(1, PASS_TOKENS * (1 if model.device.type == "cpu" else 32) // length)
+
+
+def generator(seed: int) -> torch.Generator:
+    """Random draws live on the CPU, so that they are the same on every device."""
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+# ---- what whoever waits is told
+
+
+def quiet() -> bool:
+    return (
+        bool(os.environ.get("OA_QUIET"))
+        or budget() == "test"
+        or "PYTEST_CURRENT_TEST" in os.environ
+    )
+
+
+def progress(iterable: Iterable | None = None, total: int | None = None, desc: str = "") -> tqdm:
+    return tqdm(iterable, total=total, desc=desc, leave=False, disable=quiet())
+
+
+def announce(text: str) -> None:
+    """One line for whoever waits: to the log where one is set up, else above the progress bars."""
+    log = logging.getLogger("oa_utils")
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info(text)
+    elif not quiet():
+        tqdm.write(text, file=sys.stderr)
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{seconds:.2g} s"
+
+
+def estimate(step_seconds: float, steps: int, unit: str = "steps") -> str:
+    """What a run will cost, as a sentence to announce before it starts."""
+    cost = f"{steps:,} {unit} of {duration(step_seconds)}"
+    return f"about {duration(step_seconds * steps)} ({cost})"
+
+
+# ---- what runs side by side
+
+
+def jobs() -> int:
+    """Processes to use: as joblib is told, else `OA_JOBS`, else one a core; at the test budget
+    one."""
+    _, told = get_active_backend()
+    usual = 1 if budget() == "test" else joblib.cpu_count()
+    return joblib.effective_n_jobs(told or int(os.environ.get("OA_JOBS") or usual))
+
+
+def parallel(function: Callable[[Any], Value], items: Iterable, desc: str = "") -> list[Value]:
+    """function(item) of each item, in order, in processes that have the caller's settings and a
+    share of its threads; a single process is this one. joblib's `parallel_config` sends them
+    elsewhere, for example to Dask."""
+    items = list(items)
+    backend, _ = get_active_backend()
+    n_jobs = jobs()
+    n_threads = max(1, min(torch.get_num_threads(), joblib.cpu_count() // n_jobs))
+    settings = {name: value for name, value in os.environ.items() if name.startswith("OA_")}
+    calls = (
+        joblib.delayed(_in_worker)(function, item, os.getpid(), settings, n_threads)
+        for item in items
+    )
+    kind = "generator" if backend.supports_return_generator else "list"
+    results = joblib.Parallel(n_jobs=n_jobs, return_as=kind)(calls)
+    return list(progress(results, total=len(items), desc=desc))
+
+
+def _in_worker(
+    function: Callable, item: Any, parent: int, settings: dict[str, str], n_threads: int
+) -> Any:
+    """One call, with the item's name on what goes wrong."""
+    if os.getpid() != parent:
+        os.environ.update(settings | {"OA_QUIET": "1"})
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        return function(item)
+    except Exception as error:
+        name = repr(item)[:200]
+        raise RuntimeError(f"{name} failed: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_num_threads(threads_before)

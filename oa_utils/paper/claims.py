@@ -1,0 +1,264 @@
+"""What the paper says, beside what was measured here: recorded by notebooks and published.
+
+`python -m oa_utils.paper.claims` lists all claims; with an id it runs that claim's notebook again,
+in an empty store, and compares.
+"""
+
+import argparse
+import difflib
+import math
+import os
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from oa_utils import machine, store
+
+# Who records what: the name under which claims are stored, and the notebook that measures them.
+NOTEBOOKS = {
+    "single_components": "01_single_components",
+    "circuits_ioi": "02_circuits_ioi",
+    "circuits_gt": "03_circuits_greater_than",
+    "random_circuits": "04_random_circuits",
+    "causal_tracing": "05_causal_tracing",
+    "latent_prediction": "06_latent_prediction",
+    "lens_faithfulness": "07_lens_faithfulness",
+    "elicitation": "08_elicitation",
+}
+Number = float | np.number | None
+MARKS = {True: "✓", False: "✗", None: "–"}
+
+
+@dataclass(frozen=True)
+class Claim:
+    id: str  # such as `single.median_ratio.mean`
+    paper: str  # what the paper says, in words
+    paper_value: Number = None  # and its number
+    measured: Number = None  # ours, with its interval
+    low: Number = None
+    high: Number = None
+    holds: bool | np.bool_ | None = None  # None: cannot be decided here
+    model: str = ""
+    source: str = ""  # name of the result file it came from
+    note: str = ""
+
+    def __post_init__(self):
+        """Numbers of numpy become Python's own, so that a stored claim equals its source."""
+        for name in ("paper_value", "measured", "low", "high"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
+        object.__setattr__(self, "holds", None if self.holds is None else bool(self.holds))
+
+    @property
+    def mark(self) -> str:
+        return MARKS[self.holds]
+
+    @property
+    def interval(self) -> str:
+        """The measured number with its interval, as text."""
+        if self.low is None:
+            return number(self.measured)
+        return f"{number(self.measured)} [{number(self.low)}, {number(self.high)}]"
+
+
+class Table(pd.DataFrame):
+    """A table that a notebook shows without cutting its sentences off."""
+
+    @property
+    def _constructor(self) -> type:
+        return Table  # so that parts of a table are tables too
+
+    def _repr_html_(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            return self.to_html(index=False)
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.3g}"
+
+
+def show(claims: Iterable[Claim]) -> Table:
+    """Claims as the last table of a notebook; notes are shown if some claim has one."""
+    claims = list(claims)
+    rows = []
+    for claim in claims:
+        value = "" if claim.paper_value is None else f" ({number(claim.paper_value)})"
+        rows.append((claim.id, claim.paper + value, claim.interval, claim.mark, claim.note))
+    names = ["claim", "the paper", "here [low, high]", "holds", "note"]
+    if not any(claim.note for claim in claims):
+        names.remove("note")
+    return Table([row[: len(names)] for row in rows], columns=names)
+
+
+# ---- stored and published
+
+
+def record(claims: Sequence[Claim], model: Any, experiment: str) -> Path:
+    """Stores an experiment's claims, in place of those recorded before, to be published later."""
+    named = [claim if claim.model else replace(claim, model=model.name) for claim in claims]
+    ids = [claim.id for claim in named]
+    twice = sorted({id for id in ids if ids.count(id) > 1})
+    if twice:
+        raise ValueError(f"claims recorded twice: {', '.join(twice)}")
+    strangers = [claim.id for claim in named if claim.model != model.name]
+    if strangers:
+        raise ValueError(f"claims of another model than {model.name}: {', '.join(strangers)}")
+    path = _path(store.folder(model.budget), model.name, experiment)
+    content = {
+        "experiment": "claims",
+        "key": experiment,
+        "model": model.name,
+        "version": 1,
+        "settings": {},
+        "numbers": {"rows": [asdict(claim) for claim in named]},
+    }
+    store.write_record(path, content, model.budget)
+    return path
+
+
+def _path(folder: Path, model_name: str, experiment: str) -> Path:
+    return folder / store.slug(model_name) / "claims" / f"{store.slug(experiment)}.json"
+
+
+def _claims_of(path: Path) -> list[Claim]:
+    return [Claim(**row) for row in store.read_record(path)["numbers"]["rows"]]
+
+
+def chapters(model_name: str | None = None) -> dict[tuple[str, str], list[Claim]]:
+    """Published claims by the notebook's order: (experiment, model) -> claims."""
+    place = store.slug(model_name) if model_name else "*"
+    paths = store.published().glob(f"{place}/claims/*.json")
+    order = list(NOTEBOOKS)
+
+    def position(path: Path) -> tuple:
+        return order.index(path.stem) if path.stem in order else len(order), path.stem, path
+
+    return {
+        (path.stem, path.parent.parent.name): _claims_of(path)
+        for path in sorted(paths, key=position)
+    }
+
+
+def published(model_name: str | None = None) -> list[Claim]:
+    """Published claims of one model, or of all."""
+    return [claim for claims in chapters(model_name).values() for claim in claims]
+
+
+def table(model_name: str | None = None) -> pd.DataFrame:
+    """Published claims, one a row, of one model or of all."""
+    names = [field.name for field in fields(Claim)]
+    return pd.DataFrame([asdict(claim) for claim in published(model_name)], columns=names)
+
+
+# ---- measured anew
+
+
+def recompute(id: str, model: str) -> tuple[Claim, Claim]:
+    """A published claim, and the same claim from its notebook, run anew in an empty store."""
+    from oa_utils.paper import notebooks  # needs nbclient, which only those who run notebooks have
+
+    name = notebooks.name_of(model)
+    experiment, stored = _find(id, name)
+    path = _path(store.published(), name, experiment)
+    budget = store.read_record(path)["budget"]
+    notebook = notebook_of(experiment)
+    machine.announce(f"running {notebook.name} anew; its first lines say how many minutes it takes")
+    with tempfile.TemporaryDirectory(prefix="oa-claim-") as folder:
+        environment = {"OA_STORE": folder, "OA_FIGURES": folder}
+        notebooks.execute(notebook, model, budget, environment)
+        again = {claim.id: claim for claim in _claims_of(_path(Path(folder), name, experiment))}
+    if id not in again:
+        raise LookupError(f"{NOTEBOOKS[experiment]} no longer records the claim {id}")
+    return stored, again[id]
+
+
+def _find(id: str, model_name: str) -> tuple[str, Claim]:
+    """The experiment that a published claim belongs to, and the claim."""
+    known = {
+        claim.id: (experiment, claim)
+        for (experiment, _), claims in chapters(model_name).items()
+        for claim in claims
+    }
+    if id not in known:
+        near = ", ".join(difflib.get_close_matches(id, known, n=5, cutoff=0.3)) or "none"
+        raise LookupError(f"no published claim {id!r} for {model_name}; nearest: {near}")
+    return known[id]
+
+
+def notebook_of(experiment: str) -> Path:
+    """The notebook that records an experiment's claims."""
+    root = store.repository()
+    if root is None:
+        raise LookupError("claims are recomputed by notebooks, which are in the repository only")
+    if experiment not in NOTEBOOKS:
+        raise LookupError(f"no notebook records {experiment}; known: {', '.join(NOTEBOOKS)}")
+    return root / "notebooks" / f"{NOTEBOOKS[experiment]}.ipynb"
+
+
+# ---- in a terminal
+
+
+def report(model_name: str | None, width: int) -> str:
+    """All published claims by chapter, as text of at most so many columns."""
+    groups = chapters(model_name)
+    if not groups:
+        return f"no claims are published for {model_name or 'any model'}"
+    lines = []
+    for (experiment, model), claims in groups.items():
+        lines += ["", f"{experiment} · {model} · {_count(claims)}"]
+        for claim in claims:
+            lines += _entry(claim, width)
+    everything = [claim for claims in groups.values() for claim in claims]
+    lines += ["", f"{len(everything)} claims: {_count(everything)}"]
+    lines += textwrap.wrap("✓ holds, ✗ does not hold, – cannot be decided here", width)
+    lines += textwrap.wrap("`make claim ID=… MODEL=…` measures one of them anew", width)
+    return "\n".join(lines[1:])
+
+
+def _count(claims: Sequence[Claim]) -> str:
+    marks = [claim.mark for claim in claims]
+    return "  ".join(f"{marks.count(mark)} {mark}" for mark in MARKS.values())
+
+
+def _entry(claim: Claim, width: int) -> list[str]:
+    """One claim: its mark, id and number, and below the paper's sentence and our note."""
+    sentence = claim.paper
+    if claim.paper_value is not None:
+        sentence += f" (paper: {number(claim.paper_value)})"
+    lines = textwrap.wrap(
+        f"{claim.mark} {claim.id}  {claim.interval}", width, subsequent_indent="    "
+    )
+    for text in (sentence, claim.note):
+        lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m oa_utils.paper.claims", description=__doc__)
+    parser.add_argument("id", nargs="?", help="recompute this claim; without it, list all")
+    parser.add_argument("--model", help="of this model (default: all, or tiny to recompute)")
+    options = parser.parse_args(arguments)
+    if not options.id:
+        print(report(options.model, shutil.get_terminal_size().columns))
+        return
+    model = options.model or os.environ.get("OA_MODEL") or "tiny"
+    try:
+        stored, again = recompute(options.id, model)
+    except LookupError as error:
+        parser.error(error.args[0])
+    values = [math.nan if claim.measured is None else claim.measured for claim in (stored, again)]
+    print(f"{stored.id} ({stored.model}): {stored.paper}")
+    print(f"stored      {values[0]}  {stored.mark}")
+    print(f"recomputed  {values[1]}  {again.mark}")
+    print(f"difference  {values[1] - values[0]:.3g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Run notebooks from top to bottom: `python -m oa_utils.paper.notebooks notebooks/*.ipynb`.
+
+`OA_MODEL` and `OA_BUDGET` say on which model and at which budget. The default run on `tiny` is
+written back into the notebook; runs of other models or budgets go to `figures/<model>/notebooks/`,
+and test runs are not kept. With `FRESH=1` all that is stored for the model is first moved aside, so
+that everything is computed; a second start without it goes on where the first one was.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+from tqdm import tqdm
+
+from oa_utils import machine, sources, store
+
+
+class NotebookFailed(RuntimeError):
+    """A cell raised an error; the message says which, and where the notebook is that shows it."""
+
+
+def resolve(model: str) -> str:
+    """A model's folder as an absolute path, since a kernel works in its notebook's folder."""
+    folder = Path(model).expanduser()
+    if model not in sources.NAMES and folder.is_dir():
+        return str(folder.resolve())
+    return model
+
+
+def name_of(model: str) -> str:
+    """The name that `load_model` gives a model: that of its folder, or the one it is called by."""
+    where = Path(resolve(model))
+    return where.name if where.is_absolute() else model
+
+
+def execute(
+    path: Path, model: str, budget: str, environment: dict[str, str] | None = None
+) -> NotebookNode:
+    """The notebook with the outputs of a run in a kernel of its own; the file stays as it is."""
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+    variables = {
+        "OA_QUIET": "1",
+        **os.environ,
+        "OA_MODEL": resolve(model),
+        "OA_BUDGET": machine.budget(budget),
+        **(environment or {}),
+    }
+    for name in ("OA_STORE", "OA_FIGURES"):
+        if variables.get(name):
+            variables[name] = str(Path(variables[name]).resolve())
+    client = NotebookClient(
+        notebook,
+        timeout=None,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        extra_arguments=["--log-level=40"],
+        record_timing=False,
+    )
+    with tqdm(total=len(code), desc=path.stem, unit="cell", leave=False, disable=None) as bar:
+        client.on_cell_executed = lambda **_: bar.update()
+        try:
+            client.execute(env=variables)
+        except CellExecutionError as error:
+            failed = store.folder("default") / "failed" / path.name
+            store.write_bytes(failed, nbformat.writes(notebook).encode())
+            message = f"{path.stem} failed, see {failed}\n{error.ename}: {error.evalue}"
+            raise NotebookFailed(message) from None
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata.get("language_info", {}).pop("version", None)
+    return notebook
+
+
+def target(path: Path, model: str, budget: str) -> Path | None:
+    """Where the executed notebook belongs."""
+    if budget == "test":
+        return None
+    if model == "tiny" and budget == "default":
+        return path
+    folder = path.parent.parent / "figures" / store.slug(name_of(model)) / "notebooks"
+    return folder / (path.name if budget == "default" else f"{path.stem}.{budget}.ipynb")
+
+
+def move_aside(model: str, budget: str) -> Path | None:
+    """Puts a model's stored results where no run finds them; they are not deleted."""
+    name = store.slug(name_of(model))
+    results = store.folder(budget) / name
+    if not results.exists():
+        return None
+    aside = store.folder(budget) / "aside"
+    aside.mkdir(exist_ok=True)
+    numbers = [int(old.name.rpartition("-")[2]) for old in aside.glob(f"{name}-*")]
+    return results.rename(aside / f"{name}-{max(numbers, default=0) + 1}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m oa_utils.paper.notebooks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("notebooks", nargs="+", type=Path)
+    paths = parser.parse_args(arguments).notebooks
+    model = os.environ.get("OA_MODEL") or "tiny"
+    try:
+        budget = machine.budget()
+    except ValueError as error:
+        parser.error(str(error))
+    if os.environ.get("FRESH") == "1":
+        moved = move_aside(model, budget)
+        print(
+            f"stored results of {name_of(model)} were moved to {moved}"
+            if moved
+            else "no stored results"
+        )
+    failed = 0
+    for path in map(Path.resolve, paths):
+        start = time.monotonic()
+        try:
+            notebook = execute(path, model, budget)
+        except NotebookFailed as error:
+            print(error)
+            failed += 1
+            continue
+        place = target(path, model, budget)
+        if place:
+            store.write_bytes(place, nbformat.writes(notebook).encode())
+        print(f"{path.stem}: {machine.duration(time.monotonic() - start)}")
+    if failed:
+        sys.exit(f"{failed} of {len(paths)} notebooks failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What all searches share: checks before any work, batches that fit into memory, and circuits that
+are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from oa_utils import machine, store
+from oa_utils.circuits import Circuit
+from oa_utils.fills import find_ablation
+from oa_utils.graph import Graph
+from oa_utils.masked import MaskedModel
+from oa_utils.tasks import Task
+
+LEVELS = ("edge", "vertex")
+EVALUATION_BATCH = 64  # prompts measured at once
+
+
+def check_search(masked: MaskedModel, task: Task, ablation: str, fixed: str = "") -> None:
+    """Refuses what cannot be searched, before anything is computed; a `fixed` method trains no
+    constants along."""
+    if not isinstance(masked, MaskedModel):
+        raise TypeError(
+            f"a search takes a masked model, oa.MaskedModel(model), not {type(masked).__name__}"
+        )
+    rule = find_ablation(ablation)
+    rule.check(task, edges=True)
+    if fixed and rule.trained:
+        raise ValueError(
+            f"{fixed} cannot search under '{ablation}': the best constants depend on the circuit, "
+            "and it would have to train them anew for every candidate. Search under "
+            "'counterfactual' (or 'mean') and evaluate the circuit with gap(..., "
+            "ablation='optimal'), as the paper does; or use ugs or hcgs, which train constants "
+            "along"
+        )
+
+
+def check_price(lam: float, level: str) -> None:
+    if isinstance(lam, str) or not lam >= 0:
+        raise ValueError(
+            f"lam is the price of one edge in nats and must be a number from 0 on, got {lam!r}"
+        )
+    if level not in LEVELS:
+        raise ValueError(f"level is one of {', '.join(LEVELS)}, not {level!r}")
+
+
+def check_size(n_edges: int, graph: Graph) -> None:
+    if not isinstance(n_edges, int) or not 0 <= n_edges <= len(graph):
+        raise ValueError(
+            f"n_edges must be a whole number from 0 to {len(graph)}, the edges of this model, "
+            f"got {n_edges!r}"
+        )
+
+
+def batch_of(part: Task, rows: Int[Tensor, " b"]) -> tuple[Int[Tensor, "b pos"], Int[Tensor, " b"]]:
+    """Tokens of these prompts, cut behind the longest, and their last positions."""
+    last = part.last[rows]
+    return part.tokens[rows, : int(last.max()) + 1], last
+
+
+def spans(masked: MaskedModel, n: int, length: int, size: int | None = None) -> Iterator[slice]:
+    """Slices of n examples that fit into memory, at most `size` long."""
+    fits = machine.micro_batch(n, masked.example_bytes(length))
+    step = fits if size is None else min(size, fits)
+    return (slice(i, min(i + step, n)) for i in range(0, n, step))
+
+
+def as_circuit(
+    masked: MaskedModel, mask: Tensor, method: str, settings: Any, history: dict
+) -> Circuit:
+    options = asdict(settings)
+    ablation = str(options.pop("ablation"))
+    seed = options.pop("seed")
+    return Circuit(
+        masked.graph,
+        mask,
+        method,
+        ablation,
+        options,
+        seed,
+        history,
+        model=masked.model.name,
+        fingerprint=masked.model.fingerprint,
+    )
+
+
+def stored_circuit(
+    method: str,
+    masked: MaskedModel,
+    task: Task,
+    settings: Any,
+    compute: Callable[[store.Snapshots], tuple[dict, dict[str, Tensor]]],
+    version: int,
+    aim: str,
+) -> Circuit:
+    """The circuit that `compute` found, now or earlier: `edges` and `history` of its numbers, final
+    θ of its tensors."""
+    key = f"{settings.ablation}_{settings.level}_{aim}_seed={settings.seed}"
+    result = store.run(
+        f"search_{method}",
+        settings,
+        compute,
+        model=masked.model,
+        task=task,
+        version=version,
+        key=key,
+    )
+    history = result.numbers["history"] | {"seconds": result.seconds}
+    if "theta" in result.tensors:
+        history["theta"] = result.tensors["theta"].tolist()
+    mask = edge_mask(masked.graph, result.numbers["edges"])
+    return as_circuit(masked, mask, method, settings, history)
+
+
+def edge_mask(graph: Graph, edges: list[int]) -> Bool[Tensor, " n_edges"]:
+    """True at the edges of these numbers."""
+    mask = torch.zeros(len(graph), dtype=torch.bool)
+    mask[edges] = True
+    return mask
+
+
+def kept_edges(graph: Graph, mask: Tensor) -> dict[str, Any]:
+    """The edges of a mask that do not dangle, as numbers that can be stored."""
+    kept = graph.prune_dangling(mask).nonzero()[:, 0].tolist()
+    return {"n_edges": len(kept), "edges": kept}

@@ -1,0 +1,165 @@
+import logging
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import joblib
+import pytest
+import torch
+
+from oa_utils import machine, store
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    for name in ("OA_BUDGET", "OA_JOBS", "OA_QUIET"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+# ---- how much to spend
+
+
+def test_unknown_budget_names_the_options(monkeypatch):
+    assert machine.budget() == "default"
+    assert machine.budget("paper") == "paper"
+    with pytest.raises(ValueError, match="large.*test, default, paper"):
+        machine.budget("large")
+    monkeypatch.setenv("OA_BUDGET", "huge")
+    with pytest.raises(ValueError, match="huge.*test, default, paper"):
+        machine.budget()
+    assert machine.budget("test") == "test"
+
+
+@pytest.mark.parametrize(
+    ("budget", "size", "expected"),
+    [
+        ("test", 1_000, 1),
+        ("test", 10**9, 1),
+        ("default", 9_999_999, 2),
+        ("default", 10_000_000, 3),
+        ("paper", 1_000, 4),
+        ("paper", 10**9, 4),
+    ],
+)
+def test_choose_goes_by_the_models_budget_and_size(monkeypatch, budget, size, expected):
+    monkeypatch.setenv("OA_BUDGET", "default")
+    model = SimpleNamespace(budget=budget, n_parameters=size)
+    assert machine.choose(model, test=1, small=2, default=3, paper=4) == expected
+
+
+def test_choose_knows_the_bundled_model(tiny):
+    model = SimpleNamespace(budget="default", n_parameters=tiny.n_parameters)
+    assert machine.choose(model, test="t", small="s", default="d", paper="p") == "s"
+
+
+# ---- how much fits at once
+
+
+def test_micro_batch_fits_and_is_never_zero():
+    assert machine.micro_batch(100, 10, 365) == 36
+    assert machine.micro_batch(20, 10, 365) == 20
+    assert machine.micro_batch(20, 1000, 365) == 1
+
+
+def test_micro_batch_does_not_depend_on_the_day():
+    assert machine.micro_batch(10**9, 1e6) == machine.MEMORY // 1e6
+
+
+def test_a_pass_has_at_least_one_row_and_more_on_an_accelerator():
+    cpu = SimpleNamespace(device=torch.device("cpu"))
+    other = SimpleNamespace(device=torch.device("meta"))
+    assert machine.rows_in_a_pass(cpu, machine.PASS_TOKENS // 4) == 4
+    assert machine.rows_in_a_pass(cpu, 10 * machine.PASS_TOKENS) == 1
+    assert machine.rows_in_a_pass(other, 16) > machine.rows_in_a_pass(cpu, 16)
+
+
+def test_the_same_seed_gives_the_same_draws():
+    first, again, other = (torch.rand(3, generator=machine.generator(s)) for s in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+# ---- what whoever waits is told
+
+
+def test_estimates_read_like_sentences():
+    assert machine.estimate(1 / 3, 600) == "about 3 min 20 s (600 steps of 0.33 s)"
+    assert machine.estimate(0.01, 50, "layers") == "about 0.5 s (50 layers of 0.01 s)"
+    assert machine.estimate(75, 1000) == "about 20 h 50 min (1,000 steps of 1 min 15 s)"
+
+
+def test_announce_goes_to_the_log_or_to_stderr_never_to_stdout(monkeypatch, capsys, caplog):
+    with caplog.at_level(logging.INFO, "oa_utils"):
+        machine.announce("about 3 min")
+    assert caplog.messages == ["about 3 min"]
+    monkeypatch.setattr(machine, "quiet", lambda: False)
+    machine.announce("about 4 min")
+    out, err = capsys.readouterr()
+    assert (out, err.strip()) == ("", "about 4 min")
+    assert list(machine.progress(range(3), desc="x")) == [0, 1, 2]
+
+
+# ---- what runs side by side
+
+
+def test_parallel_keeps_the_order_and_shares_cores_and_store(place, monkeypatch):
+    monkeypatch.setenv("OA_JOBS", "2")
+    assert machine.parallel(abs, [-1, 2]) == [1, 2]
+    monkeypatch.setenv("OA_BUDGET", "test")
+    monkeypatch.setenv("OA_STORE", str(place / "other"))
+    before = torch.get_num_threads()
+
+    def work(i):
+        time.sleep(0.05 * (3 - i))
+        settings = (store.folder(), machine.budget(), machine.quiet())
+        return i, os.getpid(), torch.get_num_threads(), settings
+
+    order, processes, threads, settings = zip(*machine.parallel(work, range(4)), strict=True)
+    assert order == (0, 1, 2, 3)
+    assert os.getpid() not in processes
+    assert set(threads) == {max(1, min(before, joblib.cpu_count() // 2))}
+    assert set(settings) == {(Path(place / "other"), "test", True)}
+    assert torch.get_num_threads() == before
+
+
+def test_a_single_process_is_this_one(monkeypatch):
+    monkeypatch.setenv("OA_JOBS", "1")
+    assert machine.parallel(lambda _: os.getpid(), [1, 2]) == [os.getpid()] * 2
+
+
+def test_jobs_are_told_by_joblib_then_the_environment_then_the_budget(monkeypatch):
+    assert machine.jobs() == joblib.cpu_count()
+    monkeypatch.setenv("OA_BUDGET", "test")
+    assert machine.jobs() == 1
+    monkeypatch.setenv("OA_JOBS", "3")
+    assert machine.jobs() == 3
+    with joblib.parallel_config(n_jobs=2):
+        assert machine.jobs() == 2
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_workers_error_reaches_the_caller_with_its_item(monkeypatch, jobs):
+    monkeypatch.setenv("OA_JOBS", jobs)
+
+    def work(item):
+        return 1 / (item - 2)
+
+    with pytest.raises(RuntimeError, match="^2 failed: ZeroDivisionError"):
+        machine.parallel(work, [0, 1, 2, 3])
+
+
+def test_parallel_runs_under_dask():
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster),
+        joblib.parallel_config(backend="dask"),
+    ):
+        seen = machine.parallel(lambda i: (i, distributed.get_worker().name), range(5))
+        assert [i for i, _ in seen] == list(range(5))
+        with pytest.raises(RuntimeError, match="^3 failed: ZeroDivisionError"):
+            machine.parallel(lambda i: 1 / (i - 3), range(5))
