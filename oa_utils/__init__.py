@@ -1,8 +1,9 @@
 """Optimal ablation for interpretability: the method behind the notebooks.
 
-Read it in an evening: models · tasks, texts, labelled · sites, fills, training · components · graph, buffer, masked,
-circuits, search · tracing · lenses, faithfulness, elicitation; beside them stats, store, machine, plots. The second
-evening is `oa_utils.paper`: what the paper says, and the studies behind its figures.
+Read it in an evening: models · tasks, texts, labelled · sites, fills, training · components ·
+graph, buffer, masked, circuits, search · tracing · lenses, faithfulness, elicitation; beside them
+stats, store, machine, plots. The second evening is `oa_utils.paper`: what the paper says, and the
+studies behind its figures.
 """
 
 from oa_utils import lenses, plots, stats, tasks

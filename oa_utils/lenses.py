@@ -7,19 +7,16 @@ norms and MLPs run, on the read token alone. OCA (optimal constant attention) tr
 constants, own ones for each starting layer; `linear` is a linear map trained to do what OCA does.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from oa_utils import machine, stats, store
@@ -169,14 +166,14 @@ class Lens:
         return store.fingerprint(self.kind, names, *(self.tensors[name] for name in names))
 
     def save(self, path: str | Path) -> None:
+        """One sealed file: whose lens it is, how it was trained, and its tensors."""
         head = {
             "kind": self.kind,
             "model": self.model.name,
             "fingerprint": self.model.fingerprint,
-            "training": json.dumps(self.training),
+            "training": self.training,
         }
-        tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
-        store.write_bytes(Path(path), safetensors.torch.save(tensors, head))
+        store.write_sealed(Path(path), head, self.tensors)
 
 
 class LogitLens(Lens):
@@ -275,20 +272,18 @@ KINDS: dict[str, type[Lens]] = {
 
 def load(path: str | Path, model: Model) -> Lens:
     """A lens that `save` wrote, refused on any model but its own."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            head = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).to(model.device) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a lens: {error}") from error
+    head, tensors = store.read_sealed(Path(path))
     if head.get("kind") not in KINDS:
-        raise ValueError(f"{path} is not a lens that oa_utils saved")
+        raise store.BadFile(f"{path} is not a lens that oa_utils saved")
     if head["fingerprint"] != model.fingerprint:
         raise ValueError(
             f"the lens {path} belongs to '{head['model']}' ({head['fingerprint']}), "
             f"not to '{model.name}' ({model.fingerprint})"
         )
-    return KINDS[head["kind"]](model, tensors, json.loads(head["training"]))
+    if not all(value.isfinite().all() for value in tensors.values()):
+        raise store.BadFile(f"{path} holds numbers that are not finite")
+    moved = {name: value.to(model.device) for name, value in tensors.items()}
+    return KINDS[head["kind"]](model, moved, head["training"])
 
 
 # ---- training

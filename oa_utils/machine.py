@@ -1,9 +1,12 @@
 """The machine: how much to spend, how much fits at once, what runs side by side, and what whoever
 waits is told."""
 
+import functools
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -123,12 +126,26 @@ def parallel(function: Callable[[Any], Value], items: Iterable, desc: str = "") 
     return list(progress(results, total=len(items), desc=desc))
 
 
+@functools.cache
+def end_with_parent(parent: int) -> None:
+    """A worker whose parent was killed would compute on for nobody: it looks once a second."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _in_worker(
     function: Callable, item: Any, parent: int, settings: dict[str, str], n_threads: int
 ) -> Any:
     """One call, with the item's name on what goes wrong."""
     if os.getpid() != parent:
         os.environ.update(settings | {"OA_QUIET": "1"})
+        if os.getppid() == parent:
+            end_with_parent(parent)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:

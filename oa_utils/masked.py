@@ -47,6 +47,11 @@ class MaskedModel:
             raise TypeError(
                 f"MaskedModel takes a model of oa.load_model, not {type(model).__name__}"
             )
+        if model.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"'{model.name}' is in {model.dtype}, where gaps of edges would be rounding; load "
+                "it with dtype=torch.float32"
+            )
         self.model = model
         self.graph = Graph.of(model)
         norm = model.layers[0].ln1

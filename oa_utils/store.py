@@ -40,6 +40,7 @@ PACKAGES = ("torch", "transformers", "transformer_lens", "numpy")
 PARTS = ("search_", "circuit_gaps", "facts")  # runs whose numbers stand in other runs' tables
 DEEPEST = 50  # levels of nesting that a file of ours never has
 SNAPSHOT_SECONDS = 20
+STALE_SECONDS = 3600
 
 Numbers = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -162,6 +163,7 @@ def fingerprint(*parts: Any) -> str:
 def write_bytes(path: Path, data: bytes) -> None:
     """The file is there whole or not at all, whenever the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -172,6 +174,16 @@ def write_bytes(path: Path, data: bytes) -> None:
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what writers that were killed left behind, an hour ago or more."""
+    for left in folder.glob(".*.tmp"):
+        try:
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                left.unlink()
+        except OSError:  # another process was faster
+            continue
 
 
 def read_bytes(path: Path) -> bytes:
@@ -283,7 +295,7 @@ def at_least(least: float, **values: float) -> None:
             raise ValueError(f"{name} must be at least {least:g}, got {value}")
 
 
-# ---- snapshots
+# ---- tensors
 
 
 def _to_bytes(tensors: Tensors, head: dict[str, str] | None = None) -> bytes:
@@ -292,6 +304,32 @@ def _to_bytes(tensors: Tensors, head: dict[str, str] | None = None) -> bytes:
         for name, value in tensors.items()
     }
     return safetensors.torch.save(whole, head)
+
+
+def write_sealed(path: Path, head: Numbers, tensors: Tensors) -> None:
+    """One safetensors file with numbers in its header, sealed by a hash of both."""
+    text = json.dumps(plain(head), allow_nan=False)
+    seal = sha256([text, sha256(_to_bytes(tensors))])
+    write_bytes(path, _to_bytes(tensors, {"head": text, "sha256": seal}))
+
+
+def read_sealed(path: Path) -> tuple[Numbers, Tensors]:
+    """What `write_sealed` wrote; anything else is a BadFile."""
+    data = read_bytes(path)
+    try:
+        tensors = safetensors.torch.load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        text = header["head"]
+        seal = header["sha256"]
+        head = unplain(json.loads(text))
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise BadFile(f"{path} is not a file that oa_utils wrote ({error})") from error
+    if seal != sha256([text, sha256(_to_bytes(tensors))]):
+        raise BadFile(f"{path} was changed after it was written: its hash does not match")
+    return head, tensors
+
+
+# ---- snapshots
 
 
 def _apart(state: Any, tensors: Tensors) -> Any:
@@ -343,12 +381,14 @@ class Snapshots:
         One file, replaced at once, never half old and half new. A disk that is full stops nothing.
         """
         tensors: Tensors = {}
-        numbers = plain({"state": _apart(state, tensors), "seconds": self.seconds()})
-        head = {"state": json.dumps(numbers, allow_nan=False)}
-        head["sha256"] = sha256([self.identity, head["state"], sha256(_to_bytes(tensors))])
+        head = {
+            "identity": self.identity,
+            "state": _apart(state, tensors),
+            "seconds": self.seconds(),
+        }
         self.saved = time.monotonic()
         try:
-            write_bytes(self.path, _to_bytes(tensors, head))
+            write_sealed(self.path, head, tensors)
         except OSError as error:
             warnings.warn(f"no snapshot could be written ({error}): going on", stacklevel=2)
 
@@ -361,20 +401,15 @@ class Snapshots:
         if not self.path.exists():
             return None
         try:
-            data = read_bytes(self.path)
-            tensors = safetensors.torch.load(data)
-            head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-            seal = sha256([self.identity, head["state"], sha256(_to_bytes(tensors))])
-            if head["sha256"] != seal:
-                raise BadFile("changed after it was written, or of another run")
-            numbers = unplain(json.loads(head["state"]))
-        except (SafetensorError, ValueError, KeyError, RecursionError) as error:
-            warnings.warn(
-                f"snapshot {self.path} is not usable ({error}): starting anew", stacklevel=3
-            )
+            head, tensors = read_sealed(self.path)
+            if head["identity"] != self.identity:
+                raise BadFile(f"{self.path} is of another run")
+            state = _together(head["state"], tensors)
+            self.seconds_before = head["seconds"]
+        except (BadFile, KeyError, TypeError, ValueError) as error:
+            warnings.warn(f"a snapshot is not usable ({error}): starting anew", stacklevel=3)
             return None
-        self.seconds_before = numbers["seconds"]
-        return _together(numbers["state"], tensors)
+        return state
 
 
 # ---- runs
@@ -431,6 +466,7 @@ def run(
     path = place / f"{slug(key)}-{identity[:12]}.json"
     try:
         if stored := load(path, identity, model.budget):
+            path.with_suffix(".snapshot").unlink(missing_ok=True)  # of a process killed at its end
             return stored
     except BadFile as error:
         warnings.warn(f"{error}: computing it again", stacklevel=2)

@@ -1,157 +1,423 @@
-"""Gaps, sweeps and random circuits."""
-
-# ruff: noqa: F811  (fixtures of test_search)
+"""Gaps of circuits, sweeps, random circuits, and estimators of slopes."""
 
 import math
 from dataclasses import replace
 
 import joblib
+import pandas as pd
 import pytest
 import torch
-from test_search import PLANTED, dense, make_task, planted, store, task  # noqa: F401
+from toys import PLANTED, dense_model, make_task, planted_model
 
-from oa_utils import runs, stats, tasks
+from oa_utils import machine, models, stats, store, tasks
 from oa_utils.circuits import Circuit
+from oa_utils.fills import ABLATIONS, Ablation, edge_constants, edge_fill
+from oa_utils.graph import Edge
 from oa_utils.masked import MaskedModel
-from oa_utils.search import common, evaluate, filling, gap, random_circuits, sweep
+from oa_utils.search import against_random, evaluate, gap, random_circuits, sweep, sweep_circuit
+from oa_utils.search.estimators import EstimatorSettings, Slopes, estimator_errors
+from oa_utils.store import Snapshots
+from oa_utils.tasks import Task
+
+QUICK = {"steps": 40, "batch": 8, "look_every": 10}
+FOR_EDGES = [name for name, rule in ABLATIONS.items() if not rule.noise]
+
+
+@pytest.fixture
+def planted() -> MaskedModel:
+    return planted_model()
+
+
+@pytest.fixture
+def dense() -> MaskedModel:
+    return dense_model()
+
+
+@pytest.fixture
+def task(planted) -> Task:
+    return make_task(planted.model)
 
 
 def circuit_of(masked, mask=None, method="own") -> Circuit:
-    graph = masked.graph
-    mask = torch.ones(len(graph), dtype=torch.bool) if mask is None else mask
-    return Circuit(graph, mask, method, model=masked.model.name, fingerprint=masked.model.fingerprint)
+    if mask is None:
+        mask = torch.ones(len(masked.graph), dtype=torch.bool)
+    model = masked.model
+    return Circuit(masked.graph, mask, method, model=model.name, fingerprint=model.fingerprint)
 
 
 def half(masked, seed=0) -> Circuit:
-    return circuit_of(masked, torch.rand(len(masked.graph), generator=runs.generator(seed)) < 0.6)
+    draw = torch.rand(len(masked.graph), generator=machine.generator(seed))
+    return circuit_of(masked, draw < 0.6)
 
 
-QUICK = {"steps": 40, "batch": 8, "check": 10}
+# ---- the gap of one circuit
 
 
-@pytest.mark.parametrize("ablation", common.ABLATIONS)
+@pytest.mark.parametrize("ablation", FOR_EDGES)
 def test_full_circuit_has_no_gap(planted, task, ablation):
-    assert float(gap(planted, task, circuit_of(planted), ablation, steps=1)) == pytest.approx(0, abs=1e-5)
+    delta = gap(planted, task, circuit_of(planted), ablation, steps=1)
+    assert float(delta) == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize("ablation", ["counterfactual", "mean", "zero", "cf_mean"])
 def test_gap_is_the_mean_kl_over_test_prompts(dense, ablation):
-    task, circuit = make_task(dense.model, 32), half(dense)
-    g = gap(dense, task, circuit, ablation)
-    fill, part = filling.fill_for(dense, task, ablation, "test")(torch.arange(16)), task.test
-    each = stats.kl(part.log_probs(dense.model), dense(part.tokens, part.last, circuit.mask.float()[None], fill))
-    torch.testing.assert_close(g.each, each, rtol=1e-4, atol=1e-5)
-    assert (g.mean, g.se) == pytest.approx(stats.mean_se(each), rel=1e-4) and g.n == 16 and float(g) == g.mean
-    assert g.constants is None and "nats" in repr(g)
+    task = make_task(dense.model, 32)
+    part = task.test
+    circuit = half(dense)
+    delta = gap(dense, task, circuit, ablation)
+    fill = edge_fill(dense, task, ABLATIONS[ablation], "test")(torch.arange(16))
+    logp = dense(part.tokens, part.last, circuit.mask.float()[None], fill)
+    each = stats.kl(part.log_probs(dense.model), logp)
+    torch.testing.assert_close(delta.each, each, rtol=1e-4, atol=1e-5)
+    assert (delta.mean, delta.se) == pytest.approx(stats.mean_se(each), rel=1e-4)
+    assert delta.n == 16
+    assert float(delta) == delta.mean
+    assert delta.constants is None
+    assert "nats" in repr(delta)
 
 
 def test_resample_averages_derangements(dense):
-    task, circuit = make_task(dense.model, 16), half(dense)
+    task = make_task(dense.model, 16)
+    circuit = half(dense)
     one = [gap(dense, task, circuit, "resample", draws=1, seed=seed).each for seed in (0, 1, 2)]
-    torch.testing.assert_close(gap(dense, task, circuit, "resample", draws=3).each, torch.stack(one).mean(0))
+    three = gap(dense, task, circuit, "resample", draws=3).each
+    torch.testing.assert_close(three, torch.stack(one).mean(0))
 
 
 def test_optimal_constants_beat_the_means_on_train_prompts(dense):
-    task, circuit = make_task(dense.model, 64), half(dense)
-    g = gap(dense, task, circuit, "optimal", **QUICK)
-    steps, values = zip(*g.curve, strict=True)
-    assert list(steps) == [0, 10, 20, 30, 40] and min(values) < 0.8 * values[0]
-    start, part = filling.constants_for(dense, task, "optimal"), task.train
-    fills, full = [lambda rows, c=c: c for c in (start, g.constants)], part.log_probs(dense.model)
-    measured = [evaluate.measure(dense, part, circuit.mask, fill, full).mean().item() for fill in fills]
+    task = make_task(dense.model, 64)
+    circuit = half(dense)
+    delta = gap(dense, task, circuit, "optimal", **QUICK)
+    steps, values = zip(*delta.curve, strict=True)
+    assert list(steps) == [0, 10, 20, 30, 40]
+    assert min(values) < 0.8 * values[0]
+    part = task.train
+    full = part.log_probs(dense.model)
+    start = edge_constants(dense, task, ABLATIONS["optimal"])
+    measured = []
+    for constants in (start, delta.constants):
+        each = evaluate.measure(dense, part, circuit.mask, lambda rows, c=constants: c, full)
+        measured.append(each.mean().item())
     assert measured == pytest.approx([values[0], min(values)], rel=1e-4)
-    assert float(g) != pytest.approx(min(values), rel=1e-6)  # it was measured on other prompts
+    assert float(delta) != pytest.approx(min(values), rel=1e-6), "measured on other prompts"
 
 
 def test_empty_circuit_under_optimal_trains_what_enters_out(planted, task):
-    g = gap(planted, task, circuit_of(planted, torch.zeros(len(planted.graph))), "optimal", **QUICK)
-    assert g.curve[-1][1] < g.curve[0][1] and math.isfinite(g.mean)
+    empty = circuit_of(planted, torch.zeros(len(planted.graph)))
+    delta = gap(planted, task, empty, "optimal", **QUICK)
+    assert delta.curve[-1][1] < delta.curve[0][1]
+    assert math.isfinite(delta.mean)
 
 
 def test_planted_circuit_has_a_small_gap_and_random_ones_of_its_size_a_large_one(planted, task):
-    right = gap(planted, task, circuit_of(planted, planted.graph.mask(PLANTED)))
-    others = [float(gap(planted, task, c)) for c in random_circuits(planted, len(PLANTED), 5, tolerance=0.2)]
-    assert float(right) < 0.01 and min(others) > 10 * float(right)
+    right = float(gap(planted, task, circuit_of(planted, planted.graph.mask(PLANTED))))
+    others = random_circuits(planted, len(PLANTED), 5, tolerance=0.2)
+    gaps = [float(gap(planted, task, circuit)) for circuit in others]
+    assert len(gaps) == 5
+    assert right < 0.01
+    assert min(gaps) > 10 * right
 
 
 def test_stored_gap_is_loaded_for_the_same_edges_only(dense, monkeypatch):
     task = make_task(dense.model, 16)
     first = gap(dense, task, half(dense))
-    monkeypatch.setattr(evaluate, "measure", None)
-    assert gap(dense, task, replace(half(dense), method="other")).mean == first.mean
-    with pytest.raises(TypeError):
+    monkeypatch.setattr(evaluate, "measure", lambda *given: pytest.fail("measured again"))
+    assert gap(dense, task, replace(half(dense), method="own")).mean == first.mean
+    with pytest.raises(pytest.fail.Exception):
         gap(dense, task, half(dense, seed=1))
+    with pytest.raises(pytest.fail.Exception):
+        gap(dense, task, half(dense), "mean")
 
 
-def test_gap_refuses_other_models_and_unknown_ablations(dense, planted, task):
+@pytest.mark.parametrize("killed_at, lr", [(2, 0.03), (6, 0.03), (9, 1.0)])
+def test_killed_and_resumed_gap_is_bit_by_bit_the_same(dense, tmp_path, monkeypatch, killed_at, lr):
+    task = make_task(dense.model, 16)
+    circuit = half(dense)
+    quick = {"steps": 10, "batch": 4, "look_every": 3, "lr": lr}
+    whole = gap(dense, task, circuit, "optimal", **quick)
+    best_step, _ = min(whole.curve, key=lambda point: point[1])
+    assert (best_step < killed_at) == (lr == 1.0), "the best may stand before the stop, or behind"
+    monkeypatch.setenv("OA_STORE", str(tmp_path / "killed"))
+    monkeypatch.setattr(Snapshots, "due", lambda self: True)
+    step = torch.optim.Adam.step
+    steps = []
+
+    def killed(self, *given):
+        steps.append(1)
+        if len(steps) == killed_at:
+            raise KeyboardInterrupt
+        return step(self, *given)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        gap(dense, task, circuit, "optimal", **quick)
+    again = gap(dense, task, circuit, "optimal", **quick)
+    assert len(steps) == 10 + 1, "no step but the killed one was computed twice"
+    assert again.curve == whole.curve
+    assert torch.equal(again.each, whole.each)
+    for one, other in zip(again.constants, whole.constants, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gap_refuses_other_models_and_unknown_ablations(planted, task):
+    stranger = replace(circuit_of(planted), model="dense", fingerprint="0")
     with pytest.raises(ValueError, match="found in dense"):
-        gap(planted, task, replace(circuit_of(planted), model="dense", fingerprint="0"))
-    with pytest.raises(ValueError, match="unknown ablation 'noise'"):
+        gap(planted, task, stranger)
+    with pytest.raises(ValueError, match="'noise' has no form for edges"):
         gap(planted, task, circuit_of(planted), "noise")
+    with pytest.raises(ValueError, match="no ablation 'men'"):
+        gap(planted, task, circuit_of(planted), "men")
     with pytest.raises(TypeError, match="stepps"):
         gap(planted, task, circuit_of(planted), "optimal", stepps=3)
+    with pytest.raises(ValueError, match="batch must be at least 1"):
+        gap(planted, task, circuit_of(planted), "optimal", batch=0)
 
 
 # ---- sweeps
 
 
-def test_sweep_has_a_row_for_each_combination_and_goes_on_where_it_stopped(planted, task, monkeypatch):
+def test_sweep_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
+    planted, task, tmp_path, monkeypatch
+):
     grid = {"lam": [0.01, 1.0], ("acdc", "optimal"): [0.02], "n_edges": [5]}
-    options = {"ugs": {"steps": 5}}
-    args = (planted, task, ["ugs", "acdc", "eap"], ["counterfactual", "optimal"], grid)
-    table = sweep(*args, seeds=[0, 1], options=options, steps=2)
+    asked = (planted, task, ["ugs", "acdc", "eap"], ["counterfactual", "optimal"], grid)
+    options = {"ugs": {"steps": 3, "prompts": 2}, "acdc": {"prompts": 4}}
+    more = {"seeds": [0, 1], "options": options, "gap_options": {"steps": 2, "batch": 8}}
+    table = sweep(*asked, **more)
     assert len(table) == 2 * (2 + 2 + 2 + 1 + 1 + 1)
-    assert set(table.searched[(table.ablation == "optimal") & (table.method != "ugs")]) == {"counterfactual"}
+    fixed = table[(table.ablation == "optimal") & (table.method != "ugs")]
+    assert set(fixed.searched) == {"counterfactual"}
     eaps = table[(table.method == "eap") & (table.ablation == "counterfactual")]
-    assert (eaps.n_edges == 5).all() and (eaps.gap < 0.01).all()
-    monkeypatch.setattr(evaluate, "measure", None)  # nothing is left to compute
-    assert sweep(*args, seeds=[0, 1], options=options, steps=2).equals(table)
+    assert (eaps.n_edges == 5).all()
+    assert (eaps.gap < 0.01).all()
+    assert (table.task == "toy").all()
+    monkeypatch.setattr(evaluate, "measure", lambda *given: pytest.fail("measured again"))
+    assert sweep(*asked, **more).equals(table)
+    for path in tmp_path.rglob("sweeps/*.json"):
+        path.unlink()  # the table is gone, but not its circuits and their gaps
+    assert sweep(*asked, **more).equals(table)
 
 
-def test_sweep_refuses_before_it_computes(planted, task, monkeypatch):
-    monkeypatch.setattr(runs, "run", None)
-    for methods, ablations, grid, words in (
-        (["magic"], ["mean"], {"lam": [1]}, "unknown method 'magic'"),
-        (["ugs"], ["noise"], {"lam": [1]}, "unknown ablation"),
-        (["eap"], ["mean"], {"lam": [1]}, "no values for eap"),
+def test_a_row_of_a_sweep_makes_its_circuit(planted, task):
+    table = sweep(planted, task, ["eap"], ["counterfactual", "mean"], {"eap": [5, 9]})
+    for _, row in table.iterrows():
+        circuit = sweep_circuit(planted, row)
+        assert circuit.n_edges == row.n_edges
+        assert len(circuit.heads) == row.n_heads
+        assert (circuit.method, circuit.ablation, circuit.seed) == ("eap", row.ablation, 0)
+        assert circuit.gap == row.gap == gap(planted, task, circuit, row.ablation).mean
+        circuit.check(planted.model)
+
+
+def test_a_sweep_takes_a_task_without_counterfactuals(planted, task):
+    plain = replace(task, counterfactual=None)
+    table = sweep(planted, plain, ["acdc", "eap"], ["mean"], {"lam": [0.01], "n_edges": [9]})
+    assert table.method.tolist() == ["acdc", "eap"]
+    assert sweep_circuit(planted, table.iloc[0]).edges == PLANTED
+    assert 0 < table.n_edges[1] <= 9
+
+
+BAD_SWEEPS = {
+    "unknown method 'magic'": {"methods": ["magic"]},
+    "'noise' has no form for edges": {"ablations": ["noise"]},
+    "no ablation 'men'": {"ablations": ["men"]},
+    "grid has no values for eap": {"methods": ["eap"]},
+    "price of one edge .*-0.1": {"grid": {"lam": [0.1, -0.1]}},
+    "options for 'ucs'": {"options": {"ucs": {"steps": 3}}},
+    "unexpected keyword argument 'stepps'": {"options": {"ugs": {"stepps": 3}}},
+    "steps must be at least 1": {"options": {"ugs": {"steps": 0}}},
+    "at most 2": {"options": {"ugs": {"window": 3.0}}},
+    "unexpected keyword argument 'stepz'": {"gap_options": {"stepz": 3}},
+    "draws must be at least 1": {"gap_options": {"draws": 0}},
+    "no counterfactual prompts": {"ablations": ["mean", "counterfactual"], "bare": True},
+    "no counterfactual prompt": {"methods": ["acdc"], "ablations": ["optimal"], "bare": True},
+}
+
+
+@pytest.mark.parametrize("words", BAD_SWEEPS)
+def test_sweep_refuses_before_the_first_circuit(planted, task, monkeypatch, words):
+    monkeypatch.setattr(store, "run", lambda *given, **more: pytest.fail("computed"))
+    change = dict(BAD_SWEEPS[words])
+    if change.pop("bare", False):
+        task = replace(task, counterfactual=None)
+    asked = {"methods": ["ugs"], "ablations": ["mean"], "grid": {"lam": [0.1]}} | change
+    with pytest.raises((ValueError, TypeError), match=words):
+        sweep(planted, task, **asked)
+
+
+@pytest.mark.parametrize(
+    "methods, grid, options, words",
+    [
+        (["edge_pruning"], {"n_edges": [5, 10**6]}, {}, "n_edges must be .* from 0 to"),
+        (["eap"], {"n_edges": [5, -1]}, {}, "n_edges must be .* from 0 to"),
+        (["eap_ig"], {"n_edges": [5]}, {"eap_ig": {"path": "none"}}, "path is one of"),
+        (["eap_ig"], {"n_edges": [5]}, {"eap_ig": {"pionts": 3}}, "pionts"),
+    ],
+)
+def test_sweep_refuses_sizes_and_paths_before_the_first_circuit(
+    planted, task, monkeypatch, methods, grid, options, words
+):
+    monkeypatch.setattr(store, "run", lambda *given, **more: pytest.fail("computed"))
+    with pytest.raises((ValueError, TypeError), match=words):
+        sweep(planted, task, methods, ["mean"], grid, options=options)
+
+
+def test_sweep_refuses_a_task_without_answers_for_eap_before_the_first_circuit(
+    planted, task, monkeypatch
+):
+    unanswered = replace(task, wrong=torch.full_like(task.wrong, -1))
+    methods = ["acdc", "eap"]
+    grid = {"lam": [0.1], "n_edges": [5]}
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "run", lambda *given, **more: pytest.fail("computed"))
+        with pytest.raises(ValueError, match="right.*wrong.*masks"):
+            sweep(planted, unanswered, methods, ["mean"], grid)
+    along_masks = {"eap_ig": {"path": "masks"}}
+    table = sweep(planted, unanswered, ["eap_ig"], ["mean"], {"n_edges": [5]}, options=along_masks)
+    assert len(table) == 1
+
+
+def test_what_else_is_in_the_options_makes_no_new_sweep(planted, task, monkeypatch):
+    asked = (planted, task, ["eap"], ["mean"], {"n_edges": [5]})
+    table = sweep(*asked)
+    monkeypatch.setattr(models, "each", lambda *given, **more: pytest.fail("searched again"))
+    assert sweep(*asked, options={"ugs": {"steps": 3}}).equals(table)
+    with pytest.raises(pytest.fail.Exception):
+        sweep(*asked, gap_options={"draws": 2})
+
+
+def test_workers_give_the_same_rows_as_one_process(tiny, tmp_path, monkeypatch):
+    """Also under an ablation of one's own, which travels to them as it is."""
+    masked = MaskedModel(tiny)
+    task = tasks.ioi(tiny, 12)
+
+    def neighbour(part, rows, draw):
+        partners = (torch.arange(len(part)) - 1) % len(part)
+        return part.resampled(partners)[rows]
+
+    mine = Ablation("neighbour", prompts=neighbour, total=False)
+    tables = []
+    for jobs in (1, 2):
+        monkeypatch.setenv("OA_JOBS", str(jobs))
+        monkeypatch.setenv("OA_STORE", str(tmp_path / str(jobs)))
+        tables.append(sweep(masked, task, ["eap"], [mine], {"n_edges": [40, 300]}))
+    pd.testing.assert_frame_equal(*tables)
+    assert (tables[0].n_edges <= tables[0].asked).all()
+    assert tables[0].gap.notna().all()
+
+
+def test_sweep_runs_under_dask(tiny, tmp_path, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    masked = MaskedModel(tiny)
+    task = tasks.ioi(tiny, 8)
+    asked = (masked, task, ["eap"], ["counterfactual"], {"n_edges": [40, 300]})
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster),
+        joblib.parallel_config(backend="dask"),
     ):
-        with pytest.raises(ValueError, match=words):
-            sweep(planted, task, methods, ablations, grid)
-
-
-def test_workers_load_the_model_by_name(tiny, monkeypatch):
+        there = sweep(*asked)
+    monkeypatch.setenv("OA_STORE", str(tmp_path / "other"))
     monkeypatch.setenv("OA_JOBS", "1")
-    masked, task = MaskedModel(tiny), tasks.ioi(tiny, 12)
-    table = sweep(masked, task, ["eap"], ["counterfactual", "mean"], {"n_edges": [40, 300]})
-    assert list(table.n_edges <= table.asked) == [True] * 4 and table.gap.notna().all()
+    assert there.equals(sweep(*asked))
 
 
 # ---- random circuits
 
 
 def test_random_circuits_have_the_size_and_no_dangling_edges(dense):
-    found = random_circuits(dense, 40, n=12, tolerance=0.1, seed=1)
-    assert len(found) == 12 and all(36 <= c.n_edges <= 44 for c in found)
-    assert all((dense.graph.prune_dangling(c.mask) == c.mask).all() for c in found)
-    assert len({tuple(c.mask.tolist()) for c in found}) == 12
+    circuits = random_circuits(dense, 40, n=12, tolerance=0.1, seed=1)
+    assert len(circuits) == 12
+    assert all(36 <= circuit.n_edges <= 44 for circuit in circuits)
+    for circuit in circuits:
+        assert (dense.graph.prune_dangling(circuit.mask) == circuit.mask).all()
+    assert len({tuple(circuit.mask.tolist()) for circuit in circuits}) == 12
     again = random_circuits(dense, 40, n=12, tolerance=0.1, seed=1)
-    assert all((a.mask == b.mask).all() for a, b in zip(found, again, strict=True))
+    assert all((a.mask == b.mask).all() for a, b in zip(circuits, again, strict=True))
 
 
 def test_random_circuits_give_up_after_so_many_draws(dense, monkeypatch):
-    monkeypatch.setattr(evaluate, "DRAWS", 100)
+    monkeypatch.setattr(evaluate, "MOST_DRAWS", 100)
     with pytest.warns(UserWarning, match="of 100 random circuits"):
         assert len(random_circuits(dense, 40, n=90, tolerance=0.0)) < 90
     with pytest.raises(ValueError, match="size must be from 1"):
         random_circuits(dense, 10**6)
 
 
-def test_sweep_runs_under_dask(tiny):
-    distributed, masked, task = pytest.importorskip("distributed"), MaskedModel(tiny), tasks.ioi(tiny, 8)
-    with (
-        distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
-        distributed.Client(cluster),
-        joblib.parallel_config(backend="dask"),
-    ):
-        there = sweep(masked, task, ["eap"], ["counterfactual"], {"n_edges": [40, 300]})
-    assert there.equals(sweep(masked, task, ["eap"], ["counterfactual"], {"n_edges": [40, 300]}))
+def test_random_circuits_are_measured_like_the_one_that_was_found(dense, monkeypatch):
+    task = make_task(dense.model, 16)
+    ways = ["counterfactual", "optimal", "mean"]
+    quick = {"steps": 2, "batch": 8, "look_every": 1, "draws": 1}
+    circuits = sweep(dense, task, ["eap"], ways, {"n_edges": [40]}, gap_options=quick)
+    table = against_random(dense, task, circuits, n=3, tolerance=0.5, gap_options=quick)
+    counts = table.groupby(["ablation", "kind"]).size().unstack()
+    assert counts.loc[ways, ["found", "random"]].to_numpy().tolist() == [[1, 3]] * 3
+    measured = table[table.kind == "found"].set_index("ablation").gap
+    assert measured[ways].tolist() == circuits.set_index("ablation").gap[ways].tolist()
+    assert all(len(curve) == 3 for curve in table[table.ablation == "optimal"].curve)
+    assert (table[table.kind == "random"].n_edges.between(20, 60)).all()
+    monkeypatch.setattr(models, "each", lambda *given, **more: pytest.fail("measured again"))
+    again = against_random(dense, task, circuits, n=3, tolerance=0.5, gap_options=quick)
+    pd.testing.assert_frame_equal(table, again)
+
+
+def test_against_random_refuses_before_it_computes(dense, monkeypatch):
+    task = make_task(dense.model, 16)
+    table = sweep(dense, task, ["eap"], ["counterfactual"], {"n_edges": [40]})
+    monkeypatch.setattr(store, "run", lambda *given, **more: pytest.fail("computed"))
+    with pytest.raises(TypeError, match="stepz"):
+        against_random(dense, task, table, gap_options={"stepz": 1})
+    with pytest.raises(ValueError, match="no counterfactual"):
+        against_random(dense, replace(task, counterfactual=None), table)
+
+
+# ---- estimators
+
+
+def test_with_one_undecided_edge_ugs_and_importance_sampling_are_unbiased(dense):
+    edge = dense.graph.index(Edge("m0", "out"))
+    theta = torch.ones(len(dense.graph))
+    theta[edge] = 0.6
+    theta = theta.clamp(1e-6, 1 - 1e-6)
+    few = {"masks": 64, "estimates": 40, "draws": 64}
+    table = estimator_errors(dense, make_task(dense.model, 32), theta, [edge], **few)
+    table = table.set_index("estimator")
+    assert table.true.nunique() == 1
+    true = table.true.iloc[0]
+    assert abs(true) > 3 * table.se.iloc[0]
+    for how in ("ugs", "importance"):
+        error = (table["std"][how] ** 2 / 40 + table.se[how] ** 2) ** 0.5
+        assert abs(table["mean"][how] - true) < 4 * error < 0.5 * abs(true), how
+    bias = table["mean"] - table.true
+    assert table.rms.to_numpy() == pytest.approx((table["std"] ** 2 * 39 / 40 + bias**2) ** 0.5)
+
+
+def test_the_true_slope_is_the_mean_change_that_the_edge_makes(dense):
+    task = make_task(dense.model, 16)
+    n = len(dense.graph)
+    edge = dense.graph.index(Edge("m0", "out"))
+    slopes = Slopes(dense, task, torch.ones(n), EstimatorSettings(draws=32))
+    rows = torch.arange(8)
+    true, se = slopes.true([3, edge])
+    mask = torch.ones(8, n)
+    mask[:, edge] = 0
+    # with every other edge kept, the gap with the edge is zero
+    lost = slopes.kl(rows, mask, slopes.fill(rows))
+    assert -true[1].item() == pytest.approx(lost.mean().item(), abs=4 * se[1].item())
+    assert true[1] < -4 * se[1]
+
+
+def test_estimators_of_another_theta_are_another_run(dense, monkeypatch):
+    task = make_task(dense.model, 16)
+    theta = torch.full((len(dense.graph),), 0.9)
+    few = {"masks": 4, "estimates": 2, "draws": 4}
+    table = estimator_errors(dense, task, theta, [3, 5], **few)
+    assert len(table) == 3 * 2
+    monkeypatch.setattr(Slopes, "true", lambda *given: pytest.fail("computed again"))
+    pd.testing.assert_frame_equal(estimator_errors(dense, task, theta, [3, 5], **few), table)
+    with pytest.raises(pytest.fail.Exception):
+        estimator_errors(dense, task, theta + 0.01, [3, 5], **few)
+    with pytest.raises(ValueError, match="estimates must be at least 2"):
+        estimator_errors(dense, task, theta, [3, 5], estimates=1)

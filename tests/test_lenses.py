@@ -291,7 +291,7 @@ def test_saved_lenses_come_back_and_belong_to_one_model(model, gpt2, llama, tmp_
     save_file({"x": torch.zeros(1)}, tmp_path / "foreign.safetensors")
     (tmp_path / "text").write_text("no lens")
     for name in ("foreign.safetensors", "text"):
-        with pytest.raises(ValueError, match="is not a lens"):
+        with pytest.raises(ValueError, match="is not a file that oa_utils wrote"):
             lenses.load(tmp_path / name, model)
 
 

@@ -71,7 +71,7 @@ def claims(table: pd.DataFrame, task: Task) -> list[Claim]:
     rows = summary(table, task)
     listed = []
 
-    def add(id: str, text: str, holds: bool, paper: float | None, value: float) -> None:
+    def add(id: str, text: str, holds: bool | np.bool_, paper: float | None, value: float) -> None:
         name = f"random_{short_name(task)}.{id}"
         claim = Claim(name, text, paper, float(value), holds=bool(holds), source="random_circuits")
         listed.append(claim)

@@ -21,10 +21,17 @@ from oa_utils.fills import Constants, EdgeFill, edge_constants, edge_fill, find_
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model
 from oa_utils.search.acdc import acdc
-from oa_utils.search.eap import eap, eap_ig
+from oa_utils.search.eap import EAPSettings, check_eap, eap, eap_ig
 from oa_utils.search.edge_pruning import edge_pruning
 from oa_utils.search.hcgs import hcgs
-from oa_utils.search.shared import EVALUATION_BATCH, batch_of, check_search, edge_mask, spans
+from oa_utils.search.shared import (
+    EVALUATION_BATCH,
+    batch_of,
+    check_search,
+    check_size,
+    edge_mask,
+    spans,
+)
 from oa_utils.search.ugs import ugs
 from oa_utils.store import Snapshots, at_least, with_settings
 from oa_utils.tasks import Task
@@ -341,7 +348,12 @@ def _check_sweep(
         method = METHODS[wanted.method]
         check_search(masked, task, wanted.ablation)
         check_search(masked, task, wanted.searched, fixed="" if method.trains else wanted.method)
-        store.check_call(method.search, masked, task, **wanted.arguments(options))
+        arguments = wanted.arguments(options)
+        store.check_call(method.search, masked, task, **arguments)
+        if method.aim == "n_edges":
+            check_size(arguments.pop("n_edges"), masked.graph)
+        if method.search in (eap, eap_ig):
+            check_eap(masked, task, EAPSettings(**arguments))
 
 
 def sweep(

@@ -1,0 +1,344 @@
+"""What is read off fronts and random circuits: the authors' numbers, claims that can fail, and what
+is published."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import random_gpt2
+
+from oa_utils import store, tasks
+from oa_utils.circuits import manual_circuit
+from oa_utils.graph import Graph
+from oa_utils.masked import MaskedModel
+from oa_utils.models import wrap
+from oa_utils.paper import circuits as study
+from oa_utils.paper import claims, random
+from oa_utils.search import against_random, sweep
+from oa_utils.tasks import Task
+
+GAP = {"steps": 2, "batch": 8, "look_every": 1, "draws": 1}
+PACE = {"steps": 2, "prompts": 2, "masks": 2}
+OPTIONS = {"ugs": PACE, "hcgs": PACE}
+
+
+@pytest.fixture(scope="module")
+def masked(tokenizer) -> MaskedModel:
+    """A random model that reads the bundled model's language."""
+    hf = random_gpt2(tokenizer=tokenizer, n_layer=2, n_head=2)
+    return MaskedModel(wrap(hf, tokenizer, name="random-front"))
+
+
+@pytest.fixture(scope="module")
+def ioi(masked) -> Task:
+    return tasks.ioi(masked.model, 12)
+
+
+@pytest.fixture(scope="module")
+def greater_than(masked) -> Task:
+    return tasks.greater_than(masked.model, 12)
+
+
+@pytest.fixture(scope="module")
+def other(ioi) -> Task:
+    """A task that the paper does not have, without counterfactuals."""
+    return replace(ioi, name="own", counterfactual=None, cf_prompts=())
+
+
+def fronts(levels: dict[tuple[str, str], float]) -> pd.DataFrame:
+    """Made-up fronts, Δ = level × 10 / size."""
+    rows = []
+    for (method, ablation), level in levels.items():
+        for n in (10, 20, 40):
+            front = {"method": method, "ablation": ablation, "seed": 0}
+            rows.append({**front, "n_edges": n, "gap": level * 10 / n, "se": 0.001 * level})
+    return pd.DataFrame(rows)
+
+
+# ---- the authors' numbers
+
+
+@pytest.mark.parametrize("way, below", study.LOWER.items())
+def test_the_authors_fronts_give_the_papers_comparison_of_ablations(ioi, way, below):
+    paper = study.paper_front(ioi)
+    optimal, front = (study.at_size(paper, "ugs", name, 1000) for name in ("optimal", way))
+    assert 1 - optimal / front == pytest.approx(below, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["ioi", "greater_than"])
+def test_the_authors_fronts_give_the_papers_words_on_manual_circuits(name, request):
+    task = request.getfixturevalue(name)
+    paper = study.paper_front(task)
+    manual = paper[paper.method == "manual"]
+    assert set(manual.ablation) == set(study.WAYS)
+    for row in manual.itertuples():
+        below = 1 - study.at_size(paper, "ugs", row.ablation, row.n_edges) / row.gap
+        assert (below < 0.5) == (row.ablation == "optimal")
+        if row.ablation == "optimal":
+            assert below == pytest.approx(study.MANUAL_GAP[study.short_name(task)], abs=0.03)
+
+
+def test_a_task_that_the_paper_does_not_have_has_no_front_there(other):
+    assert study.paper_front(other).empty
+    assert study.short_name(other) == "own"
+    assert study.ways(other) == ["optimal", "mean", "resample"]
+
+
+# ---- fronts compared
+
+
+def test_ratio_compares_fronts_at_equal_size():
+    ugs = ("ugs", "mean")
+    acdc = ("acdc", "mean")
+    table = fronts({ugs: 1.0, acdc: 4.0})
+    assert study.ratio(table, ugs, acdc) == pytest.approx(0.25)
+    assert study.ratio(table, ugs, ugs) == pytest.approx(1)
+    assert np.isnan(study.ratio(table, ugs, ("eap", "mean")))
+    larger = table.n_edges.where(table.method == "ugs", table.n_edges * 10)
+    assert np.isnan(study.ratio(table.assign(n_edges=larger), ugs, acdc))
+    low, high = study.interval(table, ugs, acdc)
+    assert low < 0.25 < high
+    assert high - low < 0.02
+    assert study.interval(table.assign(n_edges=larger), ugs, acdc) == (None, None)
+
+
+def test_claims_on_fronts_hold_and_fail_as_the_numbers_say(ioi):
+    levels = {("ugs", way): 2.0 for way in study.WAYS}
+    levels |= {("acdc", way): 1.0 for way in study.WAYS}
+    bad = {claim.id: claim.holds for claim in study.claims(fronts(levels), ioi)}
+    levels |= {("acdc", way): 3.0 for way in study.WAYS}
+    levels |= {("ugs", "optimal"): 1.0}
+    good = {claim.id: claim.holds for claim in study.claims(fronts(levels), ioi)}
+    assert set(good) == set(bad)
+    assert len(good) == 7
+    assert all(good.values())
+    assert not any(bad.values())
+
+
+def test_claims_go_by_the_first_seed_and_by_the_tasks_name(other):
+    table = fronts({("ugs", "mean"): 1.0, ("acdc", "mean"): 4.0})
+    worse = table.assign(seed=1, gap=table.gap * np.where(table.method == "ugs", 100, 1))
+    [claim] = study.claims(pd.concat([table, worse]), other)
+    assert claim.id == "circuits_own.front.mean.acdc"
+    assert claim.holds
+    assert claim.paper_value is None
+    assert "not in the paper" in claim.note
+
+
+def test_fronts_without_a_common_size_decide_nothing(ioi):
+    table = fronts({("ugs", "mean"): 1.0, ("acdc", "mean"): 4.0})
+    apart = table.n_edges.where(table.method == "ugs", table.n_edges * 10)
+    [claim] = study.claims(table.assign(n_edges=apart), ioi)
+    assert claim.holds is None
+    assert "no common size" in claim.note
+
+
+def test_claims_on_manual_circuits_hold_and_fail_as_the_numbers_say(ioi):
+    paper = study.paper_front(ioi)
+    gpt2 = paper[paper.method == "manual"].assign(source="gpt2")
+    table = paper.assign(seed=0)
+    listed = study.manual_claims(table, ioi, gpt2)
+    assert len(listed) == 4
+    assert all(claim.holds for claim in listed)
+    factor = np.where(gpt2.ablation == "optimal", 4, 0.1)
+    worse = gpt2.assign(gap=gpt2.gap * factor)
+    assert not any(claim.holds for claim in study.manual_claims(table, ioi, worse))
+
+
+def test_where_the_manual_circuit_does_not_fit_the_authors_numbers_stand_undecided(
+    masked, ioi, other
+):
+    table = sweep(masked, ioi, ["ugs"], study.WAYS, {"lam": [0.1]}, [0], OPTIONS, GAP)
+    assert list(table.ablation) == list(study.WAYS)
+    manual = study.manual_gaps(masked, ioi, GAP)
+    assert set(manual.ablation) == set(study.WAYS)
+    assert (manual.source == study.AUTHORS).all()
+    listed = study.claims(table, ioi, manual)
+    undecided = [claim for claim in listed if ".manual." in claim.id]
+    assert len(undecided) == 4
+    assert all(claim.holds is None for claim in undecided)
+    assert study.manual_gaps(masked, other, GAP) is None
+
+
+def test_the_manual_circuit_is_measured_where_the_graph_is_gpt2_smalls(tokenizer):
+    hf = random_gpt2(tokenizer=tokenizer, n_layer=12, n_head=12, n_embd=24)
+    small = MaskedModel(wrap(hf, tokenizer, name="small"))
+    assert small.graph == Graph(12, 12)
+    task = tasks.ioi(small.model, 4)
+    manual = study.manual_gaps(small, task, GAP)
+    assert (manual.n_edges == 963).all()
+    assert (manual.gap > 0).all()
+    assert (manual.source == "small").all()
+    assert manual.ablation.tolist() == list(study.WAYS)
+    assert manual_circuit("own", small.graph) is None
+
+
+# ---- variants, estimators, spoofing
+
+
+def test_variants_change_one_thing_each(masked, ioi, tmp_path):
+    table = study.variants(masked, ioi, 0.1, OPTIONS, GAP)
+    assert list(table.index) == list(study.VARIANTS)
+    assert table.cost.to_numpy() == pytest.approx(table.gap + 0.1 * table.n_edges)
+    for way in ("optimal", "counterfactual"):
+        for method in ("ugs", "hcgs"):
+            changes = [c for m, a, c in study.VARIANTS.values() if (m, a) == (method, way)]
+            paths = tmp_path.rglob(f"search_{method}/{way}*.json")
+            searched = [store.read_record(path)["settings"] for path in paths]
+            assert len(searched) == len(changes)
+            for change in changes:
+                changed = store.plain({**PACE, "lam": 0.1, "seed": 0, **change})
+                assert any(changed.items() <= settings.items() for settings in searched), change
+
+
+def test_variants_of_a_task_without_counterfactuals_are_those_of_oa(masked, other):
+    table = study.variants(masked, other, 0.1, OPTIONS, GAP)
+    assert list(table.index) == [name for name in study.VARIANTS if name.startswith("OA")]
+    assert study.option_claims(table, other) == []
+
+
+def test_claims_on_options_hold_and_fail(ioi):
+    cost = {"CF: as in the paper": 1.0, "CF: random start": 2.0, "CF: variance window": 0.5}
+    listed = study.option_claims(pd.DataFrame({"cost": cost}), ioi)
+    assert [claim.id for claim in listed] == [
+        "circuits_ioi.option.random_start",
+        "circuits_ioi.option.variance_window",
+    ]
+    assert [claim.holds for claim in listed] == [True, False]
+
+
+def test_claims_on_estimators_hold_and_fail(ioi):
+    rows = [("ugs", 1.0), ("ugs", 3.0), ("hcgs", 1.5), ("hcgs", 1.5), ("importance", 8.0)]
+    slopes = pd.DataFrame(rows, columns=["estimator", "rms"])
+    importance, hard_concrete = study.estimator_claims(slopes, ioi)
+    assert (importance.measured, importance.holds) == (0.25, True)
+    assert hard_concrete.measured == pytest.approx(4 / 3)
+    assert not hard_concrete.holds
+
+
+def test_spoofing_compares_tasks(masked, ioi, greater_than, other):
+    table = study.spoofing(masked, [ioi, greater_than], 0.1, OPTIONS, GAP)
+    assert list(table.index) == ["ioi", "gt"]
+    both = table.loc["ioi", ["gap resample", "gap counterfactual"]]
+    assert table.ratio["ioi"] == pytest.approx(both.iloc[0] / both.iloc[1])
+    assert table.paper["ioi"] > 2 * table.paper["gt"], "the paper, on the authors' numbers"
+    [good] = study.spoofing_claims(table.assign(ratio=[3.0, 1.0]))
+    [bad] = study.spoofing_claims(table.assign(ratio=[1.0, 3.0]))
+    assert good.holds
+    assert not bad.holds
+    assert study.spoofing_claims(table.loc[["ioi"]]) == []
+
+
+# ---- random circuits
+
+
+def against(gap: float, curve: tuple, random_curve: tuple, spread: float) -> pd.DataFrame:
+    """A made-up table of one circuit and two random ones under each ablation."""
+    rows = []
+    for way in study.WAYS:
+        width = spread if way == "optimal" else 1.0
+        shared = {"ablation": way, "n_edges": 50, "se": 0}
+        rows.append({**shared, "kind": "found", "gap": gap, "curve": curve})
+        for x in (-1, 1):
+            drawn = {"kind": "random", "gap": 10 + width * x, "curve": random_curve}
+            rows.append({**shared, **drawn})
+    return pd.DataFrame(rows)
+
+
+FAST = ((0, 1.0), (10, 0.2))
+SLOW = ((0, 1.0), (10, 0.9))
+
+
+def test_claims_about_random_circuits_hold_and_fail(ioi):
+    good = random.claims(against(1.0, FAST, SLOW, 0.1), ioi)
+    bad = random.claims(against(9.9, SLOW, FAST, 3.0), ioi)
+    assert len(good) == len(bad) == 8
+    assert all(claim.holds for claim in good)
+    assert not any(claim.holds for claim in bad)
+    measured = {claim.id: claim.measured for claim in good}
+    assert measured["random_ioi.z.mean"] == pytest.approx(-9)
+    paper = {claim.id: claim.paper_value for claim in good}
+    # the paper's z, from its rounded numbers
+    assert paper["random_ioi.z.optimal"] == pytest.approx(-100.57, rel=0.06)
+
+
+def test_random_circuits_of_any_task_are_summed_up_and_claimed_where_the_paper_has_it(
+    masked, ioi, other
+):
+    some_edges = {"ugs": {**PACE, "noise": 1.0}}
+    for task, in_paper in ((ioi, True), (other, False)):
+        ways = study.ways(task)
+        circuits = sweep(masked, task, ["ugs"], ways, {"lam": [0.1]}, [0], some_edges, GAP)
+        assert circuits.n_edges.between(5, 40).all()
+        table = against_random(masked, task, circuits, n=3, tolerance=0.5, gap_options=GAP)
+        rows = random.summary(table, task)
+        assert list(rows.index) == ways
+        assert rows.n.tolist() == [3] * len(ways)
+        assert ("paper z" in rows) == in_paper
+        z = (rows["found"] - rows["random"]) / rows["std"]
+        assert rows.z.to_numpy() == pytest.approx(z.to_numpy())
+        assert bool(random.claims(table, task)) == in_paper
+
+
+# ---- what is published
+
+
+def records(experiment: str) -> list:
+    """Published files of tasks that the paper has: (model, path)."""
+    listed = []
+    for path in sorted(store.published().glob(f"*/{experiment}/*.json")):
+        if json.loads(path.read_text()).get("task") in study.TASKS:
+            listed.append(pytest.param(path.parts[-3], path, id=f"{path.parts[-3]}-{path.stem}"))
+    return listed
+
+
+def with_all_methods(experiment: str = "sweeps") -> list:
+    """Tables of whole fronts; those of seeds, or of one λ, carry no claim of their own."""
+    whole = []
+    for parameter in records(experiment):
+        _, path = parameter.values
+        rows = json.loads(path.read_text())["numbers"]["rows"]
+        if len({(row["method"], row["ablation"]) for row in rows}) >= 5:
+            whole.append(parameter)
+    return whole
+
+
+def table_and_task(path, masked) -> tuple[pd.DataFrame, Task]:
+    record = store.read_record(path)
+    task = replace(tasks.ioi(masked.model, 4), name=record["task"])
+    return pd.DataFrame(record["numbers"]["rows"]), task
+
+
+def assert_published(again: list, model_name: str) -> None:
+    stored = {claim.id: claim for claim in claims.published(model_name)}
+    for claim in again:
+        assert stored[claim.id].holds == claim.holds, claim.id
+        if claim.measured is None:
+            assert stored[claim.id].measured is None, claim.id
+        else:
+            assert stored[claim.id].measured == pytest.approx(claim.measured, rel=1e-6), claim.id
+
+
+@pytest.mark.parametrize("model_name, path", with_all_methods())
+def test_published_claims_about_fronts_follow_from_the_published_table(model_name, path, masked):
+    again = study.claims(*table_and_task(path, masked))
+    assert len(again) >= 15
+    assert_published(again, model_name)
+
+
+@pytest.mark.parametrize("model_name, path", records("random_circuits"))
+def test_published_claims_about_random_circuits_follow_from_the_published_table(
+    model_name, path, masked
+):
+    again = random.claims(*table_and_task(path, masked))
+    assert len(again) == 8
+    assert_published(again, model_name)
+
+
+def test_the_bundled_models_fronts_and_random_circuits_are_published():
+    for listed in (with_all_methods(), records("random_circuits")):
+        paths = [parameter.values[1] for parameter in listed if parameter.values[0] == "tiny"]
+        known = {store.read_record(path)["task"] for path in paths}
+        assert known == set(study.TASKS)
