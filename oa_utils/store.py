@@ -197,15 +197,21 @@ def read_bytes(path: Path) -> bytes:
         raise BadFile(f"{path} cannot be read ({error})") from error
 
 
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that numbers can depend on."""
+    packages = {name: metadata.version(name) for name in PACKAGES}
+    return {"python": sys.version.split()[0], **packages}
+
+
 def write_record(path: Path, record: Numbers, budget: str | None = None) -> None:
     """One line a field, with the circumstances it was made under, sealed by a hash of everything in
     it."""
-    versions = {name: metadata.version(name) for name in PACKAGES}
     circumstances = {
         "format": FORMAT,
         "budget": machine.budget(budget),
         "threads": torch.get_num_threads(),
-        "versions": {"python": sys.version.split()[0], **versions},
+        "versions": versions(),
     }
     sealed = plain({**circumstances, **record})
     sealed["sha256"] = sha256(sealed)
