@@ -99,6 +99,7 @@ class Experiment:
 
     def __init__(self, model: Model, task: Task, metric: str, settings: ComponentSettings):
         check_metric(metric, task)
+        task.check(model)
         self.model = model
         self.task = task
         self.metric = metric

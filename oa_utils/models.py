@@ -324,6 +324,24 @@ class Model:
             )
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
+    @functools.cached_property
+    def tokenizer_hash(self) -> str:
+        """A hash of the vocabulary: tokens made with another one mean something else here."""
+        if self.tokenizer is None:
+            return ""
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        return hashlib.sha256(repr(vocabulary).encode()).hexdigest()[:16]
+
+    def unknown_words(self, text: str) -> list[str]:
+        """The pieces of a text that the tokenizer has no token for."""
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        ids = self.encode(text)
+        if unknown is None or unknown not in ids:
+            return []
+        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        pairs = zip(coded.input_ids, coded.offset_mapping, strict=True)
+        return [text[start:end] for id, (start, end) in pairs if id == unknown]
+
     def pad(
         self, rows: Sequence[Sequence[int]]
     ) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, " batch"]]:

@@ -6,6 +6,7 @@ The two parts share no prompt.
 import hashlib
 import json
 import random
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -40,6 +41,7 @@ class Task:
     cf_prompts: tuple[str, ...] = ()
     subject: Int[Tensor, "n 2"] | None = None  # facts only: the subject's first token, last + 1
     relation: tuple[str, ...] = ()  # facts only
+    tokenizer: str = ""  # hash of the vocabulary that the ids are of; empty: not known
 
     def __repr__(self) -> str:
         lengths = sorted({int(last) + 1 for last in self.last})
@@ -63,6 +65,27 @@ class Task:
             elif isinstance(value, tuple) and value:
                 part[field.name] = tuple(value[i] for i in index)
         return replace(self, **part)
+
+    def check(self, model: Model) -> None:
+        """Raises where the prompts are another tokenizer's, or no prompts of this model at all."""
+        if self.tokenizer and model.tokenizer_hash and self.tokenizer != model.tokenizer_hash:
+            raise ValueError(
+                f"task '{self.name}' was made with the tokenizer of another model than "
+                f"'{model.name}': its ids mean other words here; make it anew with this model"
+            )
+        if not len(self):
+            raise ValueError(f"task '{self.name}' has no prompts")
+        largest = max(int(ids.max()) for ids in (self.tokens, self.right, self.wrong))
+        if largest >= model.d_vocab or int(self.tokens.min()) < 0:
+            raise ValueError(
+                f"task '{self.name}' has token ids from {int(self.tokens.min())} to {largest}; "
+                f"'{model.name}' has 0 to {model.d_vocab - 1}"
+            )
+        if not 1 <= int(self.last.min()) <= int(self.last.max()) < self.tokens.shape[1]:
+            raise ValueError(
+                f"last of task '{self.name}' is the index of each prompt's last token, from 1 to "
+                f"{self.tokens.shape[1] - 1}, got {int(self.last.min())} to {int(self.last.max())}"
+            )
 
     # ---- parts
 
@@ -224,9 +247,26 @@ def _answer_ids(
                     f"({model.decode(ids)}); answers must be one token (often it needs a leading "
                     "space)"
                 )
+            if unknown := model.unknown_words(answer):
+                raise ValueError(
+                    f"the answer {answer!r} to {prompt!r}: '{model.name}' has no token for "
+                    f"{unknown[0]!r}"
+                )
             row.append(ids[0])
         rows.append(row)
     return rows
+
+
+def _warn_of_unknown(model: Model, prompts: Sequence[str]) -> None:
+    """Prompts may hold unknown words, but whoever reads the numbers should know."""
+    words = dict.fromkeys(word for prompt in prompts for word in model.unknown_words(prompt))
+    if words:
+        some = ", ".join(list(words)[:8])
+        warnings.warn(
+            f"'{model.name}' has no token for {len(words)} words of these prompts ({some}): it "
+            "reads them all as the same unknown word",
+            stacklevel=4,
+        )
 
 
 def _from_ids(
@@ -239,6 +279,7 @@ def _from_ids(
     seed: int,
 ) -> Task:
     """A task of texts whose answers are token ids already."""
+    _warn_of_unknown(model, prompts)
     tokens, last = model.pad([model.encode(prompt) for prompt in prompts])
     cf_tokens = None
     if counterfactuals is not None:
@@ -262,6 +303,7 @@ def _from_ids(
         prompts=tuple(prompts),
         counterfactual=cf_tokens,
         cf_prompts=tuple(counterfactuals or ()),
+        tokenizer=model.tokenizer_hash,
     )
 
 

@@ -199,6 +199,7 @@ def facts(model: Model, rome: Source = None, lre: Source = None, seed: int = 0) 
         prompts=tuple(kept.prompt),
         subject=torch.tensor([subject_span(model, prompt, subject) for prompt, subject in pairs]),
         relation=tuple(kept.relation),
+        tokenizer=model.tokenizer_hash,
     )
 
 

@@ -544,7 +544,7 @@ def trace_runs(
     windows = [window] if isinstance(window, int) else list(window)
     layers = tuple(sorted(set(range(model.n_layers) if layers is None else layers)))
     _check_layers(model, windows, layers)
-    _check_subjects(facts)
+    _check_subjects(model, facts)
     if sigma is None and "gnt" in methods:
         sigma = spread(model)
     choices = product(kinds, positions, windows, methods)
@@ -603,7 +603,7 @@ def trace_prompt(
     _one_of("kind", kind, ("resid", *KINDS))
     _check_layers(model, [window], layers)
     task = _one_prompt(model, prompt, subject) if isinstance(prompt, str) else prompt
-    _check_subjects(task)
+    _check_subjects(model, task)
     if len(task) > 1:
         raise ValueError(f"one fact at a time, as facts[[0]]: the task has {len(task)}")
     prompts = Prompts(model, task, kind)
@@ -675,13 +675,14 @@ def _check_layers(model: Model, windows: Sequence[int], layers: Sequence[int]) -
         raise ValueError(f"layers {list(layers)}: '{model.name}' has 0 … {model.n_layers - 1}")
 
 
-def _check_subjects(facts: Task) -> None:
+def _check_subjects(model: Model, facts: Task) -> None:
     """Refuses a task that cannot be traced."""
     if not len(facts) or facts.subject is None:
         lacks = "no subject spans" if len(facts) else "no facts: the model knew none of them"
         raise ValueError(
             f"task '{facts.name}' has {lacks}; oa.facts(model) makes a task that can be traced"
         )
+    facts.check(model)
     for i, (first, end) in enumerate(facts.subject.tolist()):
         if not 1 <= first < end <= facts.last[i] + 1:
             raise ValueError(

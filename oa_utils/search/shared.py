@@ -29,6 +29,7 @@ def check_search(masked: MaskedModel, task: Task, ablation: str, fixed: str = ""
         raise TypeError(
             f"a search takes a masked model, oa.MaskedModel(model), not {type(masked).__name__}"
         )
+    task.check(masked.model)
     rule = find_ablation(ablation)
     rule.check(task, edges=True)
     if fixed and rule.trained:
