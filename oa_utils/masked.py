@@ -145,7 +145,9 @@ class MaskedModel:
 
     def _fill_constants(self, fill: Constants, length: int) -> FillAtPositions:
         model = self.model
-        layers, heads, d = model.n_layers, model.n_heads, model.d_model
+        layers = model.n_layers
+        heads = model.n_heads
+        d = model.d_model
         lead = tuple(fill.embed.shape[:-1])
         wanted = ((*lead, d), (*lead, layers, heads, model.d_head), (*lead, layers, d))
         shapes = tuple(tuple(part.shape) for part in fill)
@@ -161,7 +163,7 @@ class MaskedModel:
             len(embed) > 1
         ):  # row 0 is for position 0, which is never ablated, unless it is the only row
             at = torch.arange(1, length, device=embed.device).clamp(max=len(embed) - 1)
-            embed, z, mlps = embed[at], z[at], mlps[at]
+            embed, z, mlps = (part[at] for part in (embed, z, mlps))
         embed = self.centre(embed)[None]
         mlps = rearrange(self.centre(mlps), "p layer d -> layer 1 p d")
         by_head = torch.einsum("plhe,lhed->lhpd", z, self.W_O)

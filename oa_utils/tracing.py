@@ -623,7 +623,9 @@ def trace_prompt(
         return prompts.probabilities(rows, change, windows, where).mean(1)
 
     p = torch.stack([at_layer(layer) for layer in layers], dim=1).cpu()  # [copy layer]
-    p_clean, p_corrupt, p_restored = p[0], p[1], p[2:]
+    p_clean = p[0]
+    p_corrupt = p[1]
+    p_restored = p[2:]
     before = repeat(p_corrupt, "layer -> token layer", token=int(task.subject[0, 0]))
     tokens = model.decode(task.tokens[0, : task.last[0] + 1])
     table = pd.DataFrame(

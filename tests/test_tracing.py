@@ -2,13 +2,13 @@
 
 import inspect
 import math
-import pickle
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import random_gpt2, random_llama
+from joblib.externals.loky.backend import reduction  # how workers are sent things
 
 from oa_utils import machine, models, stats, store, tracing
 from oa_utils.models import recording, wrap
@@ -535,9 +535,9 @@ def test_settings_side_by_side_give_the_same_numbers(small, task, monkeypatch):
     monkeypatch.setenv("OA_STORE", str(store.folder() / "side by side"))
 
     def backwards(function, model, items, desc=""):
-        sent = pickle.loads(pickle.dumps((function, items)))
+        sent = reduction.loads(reduction.dumps((function, items)))
         results = [sent[0](model, item) for item in reversed(sent[1])]
-        return pickle.loads(pickle.dumps(results))[::-1]
+        return reduction.loads(reduction.dumps(results))[::-1]
 
     monkeypatch.setattr(models, "each", backwards)
     computed = watched(monkeypatch)
