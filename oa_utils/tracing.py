@@ -31,7 +31,7 @@ from torch import Tensor
 from oa_utils import machine, models, stats, store
 from oa_utils.models import Edit, KeysValues, Model, recording, unchanged
 from oa_utils.store import Numbers, Snapshots, Tensors
-from oa_utils.tasks import Task
+from oa_utils.tasks import PARTS, Task
 from oa_utils.texts import contexts, subject_span
 from oa_utils.training import Fitted, Pass, collect, fit
 
@@ -649,7 +649,7 @@ def _one_prompt(model: Model, text: str, subject: str) -> Task:
         last=last,
         right=no_answer,
         wrong=no_answer,
-        in_train=torch.zeros(1, dtype=torch.bool),
+        part=torch.full((1,), PARTS.index("test")),
         prompts=(text,),
         subject=torch.tensor([subject_span(model, text, subject)]),
     )

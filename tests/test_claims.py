@@ -24,7 +24,7 @@ MEDIAN = Claim(
     measured=0.305,
     low=0.29,
     high=0.32,
-    holds=True,
+    rule="< 0.5",
     source="r.json",
 )
 RANK = Claim(
@@ -68,7 +68,9 @@ def test_claims_come_back_as_they_were_recorded(place):
 
 def test_recording_again_replaces_and_other_experiments_stay():
     publish(MEDIAN, RANK)
-    publish(Claim("circuits.ugs", "UGS wins", holds=np.bool_(True)), experiment="circuits_ioi")
+    publish(
+        Claim("circuits.ugs", "UGS wins", None, 0.5, 0.4, 0.6, "< 1"), experiment="circuits_ioi"
+    )
     publish(replace(MEDIAN, measured=0.4))
     publish(MEDIAN, model=OTHER)
     frame = claims.table()
@@ -100,7 +102,7 @@ def test_claims_recorded_twice_or_for_another_model_are_refused():
 LONG = Claim(
     "c.long",
     "a sentence of the paper " * 9,
-    holds=np.bool_(False),
+    rule="< 1000",
     measured=1234.5678,
     low=1000,
     high=np.float32(2e3),
@@ -109,7 +111,9 @@ LONG = Claim(
 
 def test_show_says_what_holds():
     frame = claims.show(iter([MEDIAN, RANK, LONG]))
-    assert list(frame.columns) == ["claim", "the paper", "here [low, high]", "holds", "note"]
+    names = ["claim", "the paper", "holds if", "here [low, high]", "holds", "note"]
+    assert list(frame.columns) == names
+    assert frame["holds if"].tolist() == ["< 0.5", "", "< 1000"]
     assert frame.holds.tolist() == ["✓", "–", "✗"]
     assert frame["the paper"][0] == "OA is a third of mean (0.33)"
     numbers = ["0.305 [0.29, 0.32]", "–", "1.23e+03 [1e+03, 2e+03]"]
@@ -129,6 +133,76 @@ def test_no_claims_are_an_empty_table():
     assert claims.show([]).empty
 
 
+def test_other_models_published_numbers_stand_beside():
+    publish(replace(MEDIAN, measured=0.4, low=0.3, high=0.6), model=OTHER)
+    publish(MEDIAN)
+    frame = claims.show([MEDIAN], TINY)
+    assert frame["published: gpt2"].tolist() == ["0.4 [0.3, 0.6] –"]
+    assert "published: tiny" not in frame
+
+
+# ---- verdicts
+
+
+@pytest.mark.parametrize(
+    ("rule", "low", "high", "holds"),
+    [
+        ("< 1", 0.5, 0.9, True),
+        ("< 1", 0.5, 1.0, None),
+        ("< 1", 1.0, 1.5, False),
+        ("<= 1", 1.0, 1.0, True),
+        ("> -3", -2, 4, True),
+        ("> -3", -4, -3, False),
+        (">= -3", -4, -3, None),
+        ("in [-0.1, 0.1]", -0.05, 0.1, True),
+        ("in [-0.1, 0.1]", -0.05, 0.2, None),
+        ("in [-0.1, 0.1]", -0.5, 0.5, None),
+        ("in [-0.1, 0.1]", 0.11, 0.2, False),
+        ("in [-0.1, 0.1]", -0.3, -0.2, False),
+        ("< 1", math.nan, 0.5, None),
+        ("< 1", None, None, None),
+        ("", 0.1, 0.2, None),
+    ],
+)
+def test_a_verdict_comes_from_the_interval_and_the_rule(rule, low, high, holds):
+    claim = Claim("c", "words", None, 0.0, low, high, rule)
+    assert claim.holds is holds
+    assert claims._claims_of(publish(claim))[0].holds is holds
+
+
+def test_a_number_without_randomness_is_its_own_interval():
+    assert Claim("c", "no violation", measured=0, rule="<= 0", exact=True).holds is True
+    assert Claim("c", "no violation", measured=1, rule="<= 0", exact=True).holds is False
+    assert Claim("c", "no violation", measured=0, rule="<= 0").holds is None
+
+
+def test_a_rule_that_cannot_be_read_is_refused():
+    with pytest.raises(ValueError, match="rule 'much lower'"):
+        Claim("c", "words", rule="much lower")
+
+
+def test_a_claim_that_rests_on_one_seed_says_so():
+    frame = claims.show([replace(MEDIAN, seeds=1), replace(MEDIAN, seeds=3)])
+    assert frame.note.tolist() == ["one seed", ""]
+
+
+# ---- runs that are not the committed one
+
+
+def test_only_the_papers_tasks_at_the_usual_seed_and_budget_are_the_committed_run(place):
+    own = SimpleNamespace(name="capitals of countries", of_paper=False)
+    ioi = SimpleNamespace(name="ioi", of_paper=True)
+    expensive = SimpleNamespace(name="tiny", budget="paper")
+    assert claims.variant(TINY, 0, ioi) == ""
+    assert claims.variant(TINY, 3, ioi) == "seed=3"
+    assert claims.variant(TINY, 0, own, ioi) == "capitals-of-countries"
+    assert claims.variant(expensive, 0, ioi) == "paper"
+    assert claims.record([MEDIAN], TINY, EXPERIMENT, "capitals") is None
+    assert not (place / "store").exists()
+    path = claims.record([MEDIAN], expensive, EXPERIMENT, "paper")
+    assert path == place / "store" / "tiny.paper" / "claims" / f"{EXPERIMENT}.json"
+
+
 # ---- in a terminal
 
 
@@ -143,6 +217,7 @@ def test_the_list_counts_by_chapter_and_fits_the_terminal(capsys, monkeypatch):
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert max(map(len, lines)) <= 60
+    assert "up to 0 of these" in out
     assert lines[0] == "single_components · gpt2 · 1 ✓  0 ✗  0 –"
     assert "circuits_ioi · tiny · 0 ✓  1 ✗  1 –" in lines
     assert lines.index("circuits_ioi · tiny · 0 ✓  1 ✗  1 –") > 5
@@ -226,7 +301,7 @@ def test_every_notebook_records_its_claims_under_the_name_that_is_known():
     for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
         code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
-        for name in re.findall(r"claims\.record\([^)]*,\s*model,\s*\"(\w+)\"\)", code):
+        for name in re.findall(r"claims\.record\([^)]*,\s*model,\s*\"(\w+)\"[,)]", code):
             recorded[name] = path.stem
     assert recorded == claims.NOTEBOOKS
 

@@ -161,8 +161,8 @@ def test_what_stands_behind_the_last_token_and_who_else_is_in_the_batch_change_n
         assert changed.fingerprint != task.fingerprint
         for key, values in component_values(model, changed, SOME, ablations).items():
             assert torch.allclose(values, before[key], atol=2e-5, rtol=1e-3), key
-    train = task.in_train.nonzero().flatten()
-    one_test = (~task.in_train).nonzero().flatten()[:1]
+    train = (task.part == 0).nonzero().flatten()
+    one_test = (task.part == 2).nonzero().flatten()[:1]
     fewer = task[torch.cat([train, one_test])]
     for key, values in component_values(model, fewer, SOME, ablations).items():
         assert torch.allclose(values, before[key][:1], atol=2e-5, rtol=1e-3), key
@@ -182,7 +182,7 @@ def test_a_counterfactual_or_a_partner_that_is_the_prompt_itself_costs_nothing(
 
 
 def one_of_each_part(task):
-    return task[[int(task.in_train.nonzero()[0]), int((~task.in_train).nonzero()[0])]]
+    return task[[int((task.part == part).nonzero()[0]) for part in (0, 2)]]
 
 
 def test_the_mean_of_one_prompt_costs_that_prompt_nothing(model, task):
@@ -431,7 +431,7 @@ def test_bad_input_is_refused_before_any_compute(gpt2, task, monkeypatch, change
     change = {"components": ["m1"], "ablations": ["mean"], **change}
     asked = task[change.pop("rows")] if "rows" in change else task
     if change.pop("all_train", False):
-        asked = replace(asked, in_train=torch.ones(len(asked), dtype=torch.bool))
+        asked = replace(asked, part=torch.zeros_like(asked.part))
     if change.pop("bare", False):
         asked = replace(asked, counterfactual=None)
     if change.pop("unanswered", False):

@@ -127,7 +127,7 @@ def test_some_facts_are_of_every_relation_and_keep_their_part():
         last=torch.zeros(60).long(),
         right=blank,
         wrong=blank,
-        in_train=torch.arange(60) % 3 > 0,
+        part=torch.where(torch.arange(60) % 3 > 0, 0, 2),
         prompts=("",) * 60,
         relation=tuple("abc"[i // 20] for i in range(60)),
     )

@@ -80,7 +80,7 @@ def hand_made(n=N, seed=1):
         last=last,
         right=blank,
         wrong=blank,
-        in_train=torch.arange(n) % 2 == 0,
+        part=torch.arange(n) % 2 * 2,
         prompts=("",) * n,
         subject=subject,
         relation=("r",) * n,
@@ -618,7 +618,7 @@ def test_facts_that_cannot_be_traced_say_why(small, task):
     with pytest.raises(ValueError, match="fact 3: its subject"):
         trace(small, replace(task, subject=outside), window=1)
     with pytest.raises(ValueError, match="no test prompts"):
-        trace(small, replace(task, in_train=torch.ones(N, dtype=torch.bool)), window=1)
+        trace(small, replace(task, part=torch.zeros_like(task.part)), window=1)
     with pytest.raises(ValueError, match="one fact at a time"):
         trace_prompt(small, task)
     with pytest.raises(ValueError, match="no subject spans"):

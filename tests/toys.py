@@ -78,7 +78,7 @@ def make_task(model, n: int = 64, seed: int = 0) -> Task:
         last,
         right=top[:, :1],
         wrong=top[:, 1:],
-        in_train=torch.arange(n) % 2 == 0,
+        part=torch.arange(n) % 2 * 2,
         prompts=tuple(map(str, range(n))),
         counterfactual=counterfactual,
     )

@@ -1,5 +1,8 @@
 """What the paper says, beside what was measured here: recorded by notebooks and published.
 
+A claim holds, does not hold or is undecided by its rule and its interval alone. The rule stands in
+the code before the run that it judges.
+
 `python -m oa_utils.paper.claims` lists all claims; with an id it runs that claim's notebook again,
 in an empty store, and compares.
 """
@@ -8,18 +11,20 @@ import argparse
 import difflib
 import math
 import os
+import re
 import shutil
 import tempfile
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from oa_utils import machine, store
+from oa_utils import machine, plots, store
+from oa_utils.tasks import Task
 
 # Who records what: the name under which claims are stored, and the notebook that measures them.
 NOTEBOOKS = {
@@ -34,6 +39,40 @@ NOTEBOOKS = {
 }
 Number = float | np.number | None
 MARKS = {True: "✓", False: "✗", None: "–"}
+RULE = re.compile(r"(?P<side><=|>=|<|>) (?P<bound>\S+)|in \[(?P<from>\S+), (?P<to>\S+)\]")
+WRONG_BY_CHANCE = (
+    0.025  # of claims that 95 % intervals decide, at most, where truth is at the bound
+)
+
+
+def satisfies(value: float, rule: str) -> bool:
+    """Whether a number is as a rule wants it: `< 1`, `> 0.5`, `<= 0`, `>= 1` or `in [-1, 1]`."""
+    parsed = RULE.fullmatch(rule)
+    if parsed is None:
+        raise ValueError(f"rule {rule!r}: rules are such as '< 1', '>= 0.5' or 'in [-0.1, 0.1]'")
+    if parsed["from"]:
+        return float(parsed["from"]) <= value <= float(parsed["to"])
+    bound = float(parsed["bound"])
+    strict = value < bound if parsed["side"][0] == "<" else value > bound
+    return strict or (parsed["side"][1:] == "=" and value == bound)
+
+
+def verdict(rule: str, low: float | None, high: float | None) -> bool | None:
+    """True where the whole interval is as the rule wants it, False where nothing of it is, None
+    (undecided) between, and where there is no rule or no interval."""
+    if not rule or low is None or high is None or math.isnan(low) or math.isnan(high):
+        return None
+    ends = [satisfies(end, rule) for end in (low, high)]
+    inside = satisfies(_nearest(rule, low, high), rule)
+    return True if all(ends) else None if inside else False
+
+
+def _nearest(rule: str, low: float, high: float) -> float:
+    """The number of an interval that is most likely to be as the rule wants it."""
+    parsed = RULE.fullmatch(rule)
+    if parsed["from"]:
+        return min(max(low, float(parsed["from"])), high)
+    return low if parsed["side"][0] == "<" else high
 
 
 @dataclass(frozen=True)
@@ -41,24 +80,35 @@ class Claim:
     id: str  # such as `single.median_ratio.mean`
     paper: str  # what the paper says, in words
     paper_value: Number = None  # and its number
-    measured: Number = None  # ours, with its interval
+    measured: Number = None  # ours, with its 95 % interval
     low: Number = None
     high: Number = None
-    holds: bool | np.bool_ | None = None  # None: cannot be decided here
+    rule: str = ""  # what the interval must be for the claim to hold, see `satisfies`
+    exact: bool = False  # nothing in the number is random: it is its own interval
+    seeds: int = 0  # that a number rests on whose training is random; 0: nothing random in it
     model: str = ""
     source: str = ""  # name of the result file it came from
     note: str = ""
+    holds: bool | None = field(init=False, default=None)  # None: undecided
 
     def __post_init__(self):
         """Numbers of numpy become Python's own, so that a stored claim equals its source."""
         for name in ("paper_value", "measured", "low", "high"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else float(value))
-        object.__setattr__(self, "holds", None if self.holds is None else bool(self.holds))
+        if self.rule:
+            satisfies(0.0, self.rule)  # refuses a rule that cannot be read
+        ends = (self.measured, self.measured) if self.exact else (self.low, self.high)
+        object.__setattr__(self, "holds", verdict(self.rule, *ends))
 
     @property
     def mark(self) -> str:
         return MARKS[self.holds]
+
+    @property
+    def remark(self) -> str:
+        """The note, and how little the number rests on."""
+        return "; ".join(filter(None, [self.note, "one seed" if self.seeds == 1 else ""]))
 
     @property
     def interval(self) -> str:
@@ -84,33 +134,71 @@ def number(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.3g}"
 
 
-def show(claims: Iterable[Claim]) -> Table:
-    """Claims as the last table of a notebook; notes are shown if some claim has one."""
+def show(claims: Iterable[Claim], model: Any = None) -> Table:
+    """Claims as the last table of a notebook; notes are shown if some claim has one, and what is
+    published for other models than this one stands beside."""
     claims = list(claims)
+    elsewhere: dict[str, dict[str, Claim]] = {}
+    for claim in published() if model is not None else []:
+        if claim.model != column(model):
+            elsewhere.setdefault(claim.model, {})[claim.id] = claim
     rows = []
     for claim in claims:
         value = "" if claim.paper_value is None else f" ({number(claim.paper_value)})"
-        rows.append((claim.id, claim.paper + value, claim.interval, claim.mark, claim.note))
-    names = ["claim", "the paper", "here [low, high]", "holds", "note"]
-    if not any(claim.note for claim in claims):
-        names.remove("note")
-    return Table([row[: len(names)] for row in rows], columns=names)
+        row = {
+            "claim": claim.id,
+            "the paper": claim.paper + value,
+            "holds if": claim.rule,
+            "here [low, high]": claim.interval,
+            "holds": claim.mark,
+        }
+        for name, others in elsewhere.items():
+            other = others.get(claim.id)
+            row[f"published: {name}"] = f"{other.interval} {other.mark}" if other else ""
+        rows.append(row | {"note": claim.remark})
+    table = Table(rows, columns=list(rows[0]) if rows else ["claim"])
+    empty = [name for name in table.columns if not table[name].astype(bool).any()]
+    return table.drop(columns=empty)
 
 
 # ---- stored and published
 
 
-def record(claims: Sequence[Claim], model: Any, experiment: str) -> Path:
-    """Stores an experiment's claims, in place of those recorded before, to be published later."""
-    named = [claim if claim.model else replace(claim, model=model.name) for claim in claims]
+def column(model: Any) -> str:
+    """Whose claims they are: the model's, or the model's at the paper's budget."""
+    return f"{model.name}.paper" if model.budget == "paper" else model.name
+
+
+def variant(model: Any, seed: int, *tasks: Task) -> str:
+    """Words for a run that is not the one that is committed: other tasks than the paper's, another
+    seed or budget. Empty for the one that is."""
+    words = [task.name for task in tasks if not task.of_paper]
+    words += [f"seed={seed}"] * (seed != 0) + ["paper"] * (model.budget == "paper")
+    return store.slug("_".join(words)) if words else ""
+
+
+def record(claims: Sequence[Claim], model: Any, experiment: str, variant: str = "") -> Path | None:
+    """Stores an experiment's claims, in place of those recorded before, to be published later.
+
+    Claims of a `variant` of the run are not the paper's and are not stored; those of the paper's
+    budget have a column of their own.
+    """
+    if variant not in ("", "paper"):
+        place = plots.folder(model.budget) / store.slug(model.name) / "own" / variant
+        machine.announce(
+            f"these claims are shown, not recorded: they are not the paper's ({variant}); figures "
+            f"are in {place}"
+        )
+        return None
+    named = [claim if claim.model else replace(claim, model=column(model)) for claim in claims]
     ids = [claim.id for claim in named]
     twice = sorted({id for id in ids if ids.count(id) > 1})
     if twice:
         raise ValueError(f"claims recorded twice: {', '.join(twice)}")
-    strangers = [claim.id for claim in named if claim.model != model.name]
+    strangers = [claim.id for claim in named if claim.model != column(model)]
     if strangers:
         raise ValueError(f"claims of another model than {model.name}: {', '.join(strangers)}")
-    path = _path(store.folder(model.budget), model.name, experiment)
+    path = _path(store.folder(model.budget), column(model), experiment)
     content = {
         "experiment": "claims",
         "key": experiment,
@@ -128,7 +216,9 @@ def _path(folder: Path, model_name: str, experiment: str) -> Path:
 
 
 def _claims_of(path: Path) -> list[Claim]:
-    return [Claim(**row) for row in store.read_record(path)["numbers"]["rows"]]
+    given = {field.name for field in fields(Claim) if field.init}
+    rows = store.read_record(path)["numbers"]["rows"]
+    return [Claim(**{name: row[name] for name in given & set(row)}) for row in rows]
 
 
 def chapters(model_name: str | None = None) -> dict[tuple[str, str], list[Claim]]:
@@ -217,7 +307,13 @@ def report(model_name: str | None, width: int) -> str:
             lines += _entry(claim, width)
     everything = [claim for claims in groups.values() for claim in claims]
     lines += ["", f"{len(everything)} claims: {_count(everything)}"]
-    lines += textwrap.wrap("✓ holds, ✗ does not hold, – cannot be decided here", width)
+    lines += textwrap.wrap("✓ holds, ✗ does not hold, – undecided", width)
+    decided = [claim for claim in everything if claim.holds is not None and not claim.exact]
+    lines += textwrap.wrap(
+        f"{len(decided)} are decided by 95 % intervals: up to {WRONG_BY_CHANCE * len(decided):.0f} "
+        "of these verdicts are to be expected wrong by chance",
+        width,
+    )
     lines += textwrap.wrap("`make claim ID=… MODEL=…` measures one of them anew", width)
     return "\n".join(lines[1:])
 
@@ -235,7 +331,9 @@ def _entry(claim: Claim, width: int) -> list[str]:
     lines = textwrap.wrap(
         f"{claim.mark} {claim.id}  {claim.interval}", width, subsequent_indent="    "
     )
-    for text in (sentence, claim.note):
+    if claim.rule:
+        sentence += f"; holds if {claim.rule}"
+    for text in (sentence, claim.remark):
         lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
     return lines
 

@@ -289,8 +289,8 @@ def claims(
 def some(facts: Task, n: int) -> Task:
     """At most n train and n test facts, evenly over the relations."""
     chosen = []
-    for part in (facts.in_train, ~facts.in_train):
-        rows = part.nonzero()[:, 0]
+    for part in facts.part.unique():
+        rows = (facts.part == part).nonzero()[:, 0]
         even = torch.linspace(0, len(rows) - 1, min(n, len(rows))).long()
         chosen.append(rows[even])
     return facts[torch.cat(chosen).sort().values]
