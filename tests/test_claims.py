@@ -9,10 +9,12 @@ import nbformat
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from oa_utils import store
 from oa_utils.paper import claims, notebooks
 from oa_utils.paper.claims import Claim
+from oa_utils.tasks import Task
 
 ROOT = Path(__file__).parent.parent
 TINY = SimpleNamespace(name="tiny", budget="default")
@@ -68,9 +70,8 @@ def test_claims_come_back_as_they_were_recorded(place):
 
 def test_recording_again_replaces_and_other_experiments_stay():
     publish(MEDIAN, RANK)
-    publish(
-        Claim("circuits.ugs", "UGS wins", None, 0.5, 0.4, 0.6, "< 1"), experiment="circuits_ioi"
-    )
+    ugs = Claim("circuits.ugs", "UGS wins", None, 0.5, 0.4, 0.6, "< 1")
+    publish(ugs, experiment="circuits_ioi")
     publish(replace(MEDIAN, measured=0.4))
     publish(MEDIAN, model=OTHER)
     frame = claims.table()
@@ -190,8 +191,9 @@ def test_a_claim_that_rests_on_one_seed_says_so():
 
 
 def test_only_the_papers_tasks_at_the_usual_seed_and_budget_are_the_committed_run(place):
-    own = SimpleNamespace(name="capitals of countries", of_paper=False)
-    ioi = SimpleNamespace(name="ioi", of_paper=True)
+    empty = torch.zeros(0, 1, dtype=torch.int64)
+    own = Task("capitals of countries", empty, empty[:, 0], empty, empty, empty[:, 0], ())
+    ioi = replace(own, name="ioi", of_paper=True)
     expensive = SimpleNamespace(name="tiny", budget="paper")
     assert claims.variant(TINY, 0, ioi) == ""
     assert claims.variant(TINY, 3, ioi) == "seed=3"

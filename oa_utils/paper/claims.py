@@ -40,9 +40,7 @@ NOTEBOOKS = {
 Number = float | np.number | None
 MARKS = {True: "✓", False: "✗", None: "–"}
 RULE = re.compile(r"(?P<side><=|>=|<|>) (?P<bound>\S+)|in \[(?P<from>\S+), (?P<to>\S+)\]")
-WRONG_BY_CHANCE = (
-    0.025  # of claims that 95 % intervals decide, at most, where truth is at the bound
-)
+WRONG_BY_CHANCE = 0.025  # share of verdicts by 95 % intervals, at most (truth at the bound)
 
 
 def satisfies(value: float, rule: str) -> bool:
