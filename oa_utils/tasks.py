@@ -9,9 +9,10 @@ import json
 import random
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -25,6 +26,7 @@ from oa_utils.store import data_folder
 TEXTS = json.loads((data_folder() / "tasks.json").read_text("utf-8"))
 BATCH = 64  # prompts that run at once
 PARTS = ("train", "validation", "test")
+COLUMNS = ("prompt", "answer", "counterfactual", "wrong")  # of a task's CSV file
 CENTURIES = range(10, 19)  # of Greater-Than: the years 1000 to 1899
 
 
@@ -201,28 +203,107 @@ class Task:
             rows.append(row)
         return pd.DataFrame(rows)
 
-    # ---- from texts
+    # ---- from texts and from tokens
 
     @classmethod
     def from_text(
         cls,
         model: Model,
-        prompts: Sequence[str],
-        answers: Sequence[str | Sequence[str]],
-        counterfactuals: Sequence[str] | None = None,
-        wrong: Sequence[str | Sequence[str]] | None = None,
+        prompts: Iterable[str],
+        answers: Iterable[str | Sequence[str]],
+        counterfactuals: Iterable[str] | None = None,
+        wrong: Iterable[str | Sequence[str]] | None = None,
         name: str = "own",
         seed: int = 0,
     ) -> "Task":
-        """A task from texts.
+        """A task from texts: lists, or columns of a table.
 
         An answer goes right behind its prompt (start it with a space where one belongs) and must be
         one token; a list gives several right answers. Parts are drawn by seed, see `split`.
         """
+        prompts = list(prompts)
+        answers = list(answers)
+        counterfactuals = None if counterfactuals is None else list(counterfactuals)
+        wrong = [[] for _ in prompts] if wrong is None else list(wrong)
         _check_lists(prompts, answers=answers, counterfactuals=counterfactuals, wrong=wrong)
         right_ids = _answer_ids(model, prompts, answers)
-        wrong_ids = _answer_ids(model, prompts, wrong or [[]] * len(prompts))
+        wrong_ids = _answer_ids(model, prompts, wrong)
         return _from_ids(model, prompts, right_ids, wrong_ids, counterfactuals, name, seed)
+
+    @classmethod
+    def from_csv(cls, model: Model, path: str | Path, name: str = "", seed: int = 0) -> "Task":
+        """A task from a CSV file with the columns `prompt` and `answer`, and perhaps
+        `counterfactual` and `wrong`; several answers to a prompt are separated by |. It is called
+        by the file's name."""
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+        unknown = sorted(set(table.columns) - set(COLUMNS))
+        if unknown or not {"prompt", "answer"} <= set(table.columns):
+            raise ValueError(
+                f"{path} has the columns {', '.join(map(str, table.columns))}; a task has prompt "
+                "and answer, and perhaps counterfactual and wrong"
+            )
+
+        def several(column: str) -> list[list[str]] | None:
+            if column not in table:
+                return None
+            return [[word for word in cell.split("|") if word] for cell in table[column]]
+
+        return cls.from_text(
+            model,
+            table.prompt,
+            several("answer"),
+            table.get("counterfactual"),
+            several("wrong"),
+            name or Path(path).stem,
+            seed,
+        )
+
+    @classmethod
+    def from_tokens(
+        cls,
+        model: Model,
+        prompts: Iterable[Sequence[int]],
+        answers: Iterable[Sequence[int]],
+        counterfactuals: Iterable[Sequence[int]] | None = None,
+        wrong: Iterable[Sequence[int]] | None = None,
+        name: str = "own",
+        seed: int = 0,
+        texts: Sequence[str] = (),
+        cf_texts: Sequence[str] = (),
+    ) -> "Task":
+        """A task from rows of token ids, without BOS (it is put first); `texts` are for tables."""
+        rows = [tuple(row) for row in prompts]
+        right = list(answers)
+        cf_rows = None if counterfactuals is None else [tuple(row) for row in counterfactuals]
+        wrong = [[] for _ in rows] if wrong is None else list(wrong)
+        _check_lists(rows, answers=right, counterfactuals=cf_rows, wrong=wrong)
+        if any(row[:1] == (model.bos,) for row in rows):
+            raise ValueError(f"prompts begin without BOS (id {model.bos}): it is put first here")
+        texts = tuple(texts or ("".join(model.decode(row)) for row in rows))
+        tokens, last = model.pad(rows)
+        cf_tokens = None
+        if cf_rows is not None:
+            cf_texts = tuple(cf_texts or ("".join(model.decode(row)) for row in cf_rows))
+            cf_tokens, cf_last = model.pad(cf_rows)
+            for i in (cf_last != last).nonzero().flatten().tolist():
+                raise ValueError(
+                    f"counterfactual {i} has {cf_last[i]} tokens, its prompt {last[i]}; they must "
+                    f"be equally long:\n  {texts[i]!r}\n  {cf_texts[i]!r}"
+                )
+        task = cls(
+            name,
+            tokens,
+            last,
+            right=_padded(right),
+            wrong=_padded(wrong),
+            part=split(len(rows), seed),
+            prompts=texts,
+            counterfactual=cf_tokens,
+            cf_prompts=tuple(cf_texts),
+            tokenizer=model.tokenizer_hash,
+        )
+        task.check(model)
+        return task
 
 
 def mass(p: Float[Tensor, "n vocab"], ids: Int[Tensor, "n k"]) -> Float[Tensor, " n"]:
@@ -230,7 +311,7 @@ def mass(p: Float[Tensor, "n vocab"], ids: Int[Tensor, "n k"]) -> Float[Tensor, 
     return (p.gather(-1, ids.clamp(min=0)) * (ids >= 0)).sum(-1)
 
 
-def _check_lists(prompts: Sequence[str], **lists: Sequence | None) -> None:
+def _check_lists(prompts: Sequence, **lists: Sequence | None) -> None:
     """Refuses prompts that are no task, and lists beside them that do not fit."""
     if not prompts:
         raise ValueError("a task needs at least one prompt")
@@ -294,26 +375,17 @@ def _from_ids(
 ) -> Task:
     """A task of texts whose answers are token ids already."""
     _warn_of_unknown(model, prompts)
-    tokens, last = model.pad([model.encode(prompt) for prompt in prompts])
-    cf_tokens = None
-    if counterfactuals is not None:
-        cf_tokens, cf_last = model.pad([model.encode(prompt) for prompt in counterfactuals])
-        for i in (cf_last != last).nonzero().flatten().tolist():
-            raise ValueError(
-                f"counterfactual {i} has {cf_last[i]} tokens, its prompt {last[i]}; they must be "
-                f"equally long:\n  {prompts[i]!r}\n  {counterfactuals[i]!r}"
-            )
-    return Task(
+    cf_ids = None if counterfactuals is None else [model.encode(text) for text in counterfactuals]
+    return Task.from_tokens(
+        model,
+        [model.encode(prompt) for prompt in prompts],
+        right,
+        cf_ids,
+        wrong,
         name,
-        tokens,
-        last,
-        right=_padded(right),
-        wrong=_padded(wrong),
-        part=split(len(prompts), seed),
-        prompts=tuple(prompts),
-        counterfactual=cf_tokens,
-        cf_prompts=tuple(counterfactuals or ()),
-        tokenizer=model.tokenizer_hash,
+        seed,
+        texts=prompts,
+        cf_texts=counterfactuals or (),
     )
 
 

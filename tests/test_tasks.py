@@ -4,6 +4,7 @@ import base64
 import tarfile
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 
@@ -237,3 +238,51 @@ def test_gpt2s_tokenizer_has_the_names_and_the_years():
     assert sum(f" {n}".encode() in tokens for n in tasks.TEXTS["ioi"]["names"]) >= 80
     assert sum(f" {n}".encode() in tokens for n in tasks.TEXTS["greater_than"]["nouns"]) >= 100
     assert all(f"{y:02}".encode() in tokens for y in range(100))
+
+
+# ---- the doors for tasks of one's own
+
+
+def test_a_csv_file_is_a_task(gpt2, tmp_path):
+    path = tmp_path / "places.csv"
+    path.write_text("prompt,answer,wrong\nMary went to the,store|park,Tom\nTom went to the,park,\n")
+    task = Task.from_csv(gpt2, path)
+    same = Task.from_text(
+        gpt2,
+        ["Mary went to the", "Tom went to the"],
+        [["store", "park"], "park"],
+        wrong=["Tom", []],
+        name="places",
+    )
+    assert task.fingerprint == same.fingerprint
+    assert task.prompts == same.prompts
+    assert not task.of_paper
+
+
+def test_a_csv_file_with_other_columns_says_which_there_must_be(gpt2, tmp_path):
+    path = tmp_path / "places.csv"
+    path.write_text("prompt,target\nMary went to the,store\n")
+    with pytest.raises(ValueError, match="columns prompt, target; a task has prompt and answer"):
+        Task.from_csv(gpt2, path)
+
+
+def test_columns_of_a_table_are_as_good_as_lists(gpt2):
+    table = pd.DataFrame(
+        {"prompt": ["Mary went to the", "Tom went to the"], "answer": ["store", "park"]}
+    )
+    task = Task.from_text(gpt2, table.prompt, table.answer)
+    assert task.fingerprint == Task.from_text(gpt2, *map(list, table.T.values)).fingerprint
+
+
+def test_tokens_are_a_task_too(gpt2):
+    prompts = ["Mary went to the", "Tom went to the"]
+    rows = [gpt2.encode(prompt) for prompt in prompts]
+    answers = [gpt2.encode("store"), gpt2.encode("park")]
+    task = Task.from_tokens(gpt2, rows, answers)
+    assert task.fingerprint == Task.from_text(gpt2, prompts, ["store", "park"]).fingerprint
+    with pytest.raises(ValueError, match="begin without BOS"):
+        Task.from_tokens(gpt2, [[gpt2.bos, *rows[0]], rows[1]], answers)
+    with pytest.raises(ValueError, match="has token ids from"):
+        Task.from_tokens(gpt2, [[gpt2.d_vocab], rows[1]], answers)
+    with pytest.raises(ValueError, match="2 prompts but 1 answers"):
+        Task.from_tokens(gpt2, rows, answers[:1])
