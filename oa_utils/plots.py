@@ -26,7 +26,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from oa_utils import stats, store
 from oa_utils.circuits import COLOURS as SLOT_COLOURS
 from oa_utils.circuits import Circuit
-from oa_utils.graph import SLOTS, Edge
+from oa_utils.graph import SLOTS
 
 # Eight colours, each a step of 9 or 10 in lightness from the next, so that a grey print keeps them
 # apart; grey and lime lie between.
@@ -279,15 +279,18 @@ def draw(circuit: Circuit, ax: Axes | None = None, max_edges: int = 500) -> Axes
     """Layer by head, MLPs in a column at the right; all edges go up, and q, k, v enter a head from
     left to right.
 
-    Of a larger circuit `max_edges` are drawn, those that touch no MLP first, and a note says so.
+    A circuit of more than `max_edges` is drawn by blocks: how many of its edges lead from each
+    layer's heads or MLP to each other's.
     """
     n_layers = circuit.graph.n_layers
     n_heads = circuit.graph.n_heads
+    if circuit.n_edges > max_edges:
+        return _draw_blocks(circuit, ax)
     if ax is None:
         size = (0.5 * n_heads + 2, 0.5 * n_layers + 1.5)
         _, ax = plt.subplots(figsize=size, layout="constrained")
     places = _places(n_layers, n_heads)
-    edges = sorted(circuit.edges, key=_drawing_order)[:max_edges]
+    edges = circuit.edges
     n = max(len(edges), 1)
     width = np.clip(5 * n**-0.36, 0.5, 1.8)
     alpha = np.clip(2.6 * n**-0.29, 0.3, 0.9)
@@ -306,10 +309,22 @@ def draw(circuit: Circuit, ax: Axes | None = None, max_edges: int = 500) -> Axes
     ax.set_yticks(range(n_layers))
     ax.set_xticks([*range(n_heads), n_heads + 0.4], [*map(str, range(n_heads)), "MLP"])
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=7, frameon=False)
-    if circuit.n_edges > len(edges):
-        note = f"{len(edges)} of {circuit.n_edges} edges drawn"
-        ax.set_title(note, loc="left", fontsize=8)
     ax.grid(False)
+    return ax
+
+
+def _draw_blocks(circuit: Circuit, ax: Axes | None) -> Axes:
+    """How many edges lead from each block (a layer's heads, or its MLP) to each other one."""
+    if ax is None:
+        _, ax = plt.subplots(figsize=(6, 5), layout="constrained")
+    blocks = list(dict.fromkeys(vertex.split(".")[0] for vertex in circuit.graph.vertices))
+    counts = pd.DataFrame(0, index=blocks[:0:-1], columns=blocks[:-1])
+    for edge in circuit.edges:
+        counts.loc[edge.dst.split(".")[0], edge.src.split(".")[0]] += 1
+    every = 1 + len(blocks) // 26
+    heatmap(ax, counts, "from", "to", "edges", log=True)
+    ax.set_xticks(ax.get_xticks()[::every], blocks[:-1][::every], rotation=90, fontsize=7)
+    ax.set_yticks(ax.get_yticks()[::every], blocks[:0:-1][::every], rotation=0, fontsize=7)
     return ax
 
 
@@ -321,12 +336,6 @@ def _places(n_layers: int, n_heads: int) -> dict[str, tuple[float, float]]:
         places |= {f"a{layer}.h{head}": (head, layer) for head in range(n_heads)}
     places |= {f"m{layer}": (n_heads + 0.4, layer + 0.45) for layer in range(n_layers)}
     return places
-
-
-def _drawing_order(edge: Edge) -> tuple[int, bool]:
-    """Edges that touch no MLP first, of those the ones into `out`."""
-    mlps = (edge.src[0] == "m") + (edge.dst[0] == "m")
-    return mlps, edge.dst != "out"
 
 
 def _curve(

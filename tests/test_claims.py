@@ -263,7 +263,10 @@ def test_one_claim_is_measured_anew_by_its_notebook_in_an_empty_store(capsys, no
     before = notebook.read_bytes()
     claims.main([MEDIAN.id, "--model", "tiny"])
     words = capsys.readouterr().out.split()
+    assert words[words.index("paper") + 1] == "0.33"
     assert words[words.index("stored") + 1] == "0.305"
+    assert "holds" in words
+    assert "undecided" in words  # the notebook records no interval
     assert words[words.index("recomputed") + 1] == "0.31"
     assert float(words[words.index("difference") + 1]) == pytest.approx(0.005)
     assert notebook.read_bytes() == before

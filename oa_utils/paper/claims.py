@@ -9,6 +9,7 @@ in an empty store, and compares.
 
 import argparse
 import difflib
+import json
 import math
 import os
 import re
@@ -39,6 +40,7 @@ NOTEBOOKS = {
 }
 Number = float | np.number | None
 MARKS = {True: "✓", False: "✗", None: "–"}
+VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
 RULE = re.compile(r"(?P<side><=|>=|<|>) (?P<bound>\S+)|in \[(?P<from>\S+), (?P<to>\S+)\]")
 WRONG_BY_CHANCE = 0.025  # share of verdicts by 95 % intervals, at most (truth at the bound)
 
@@ -257,7 +259,7 @@ def recompute(id: str, model: str) -> tuple[Claim, Claim]:
     path = _path(store.published(), name, experiment)
     budget = store.read_record(path)["budget"]
     notebook = notebook_of(experiment)
-    machine.announce(f"running {notebook.name} anew; its first lines say how many minutes it takes")
+    machine.announce(f"running {notebook.name} anew, in an empty store: {minutes(notebook)}")
     with tempfile.TemporaryDirectory(prefix="oa-claim-") as folder:
         environment = {"OA_STORE": folder, "OA_FIGURES": folder}
         notebooks.execute(notebook, model, budget, environment)
@@ -288,6 +290,13 @@ def notebook_of(experiment: str) -> Path:
     if experiment not in NOTEBOOKS:
         raise LookupError(f"no notebook records {experiment}; known: {', '.join(NOTEBOOKS)}")
     return root / "notebooks" / f"{NOTEBOOKS[experiment]}.ipynb"
+
+
+def minutes(notebook: Path) -> str:
+    """What a notebook says of its cost, in its first cell."""
+    first = json.loads(notebook.read_text("utf-8"))["cells"][0]
+    said = re.search(r"\*\*Minutes[^\n]*", "".join(first["source"]))
+    return said[0].replace("*", "") if said else "its first cell does not say how long it takes"
 
 
 # ---- in a terminal
@@ -350,9 +359,10 @@ def main(arguments: list[str] | None = None) -> None:
     except LookupError as error:
         parser.error(error.args[0])
     values = [math.nan if claim.measured is None else claim.measured for claim in (stored, again)]
-    print(f"{stored.id} ({stored.model}): {stored.paper}")
-    print(f"stored      {values[0]}  {stored.mark}")
-    print(f"recomputed  {values[1]}  {again.mark}")
+    print(f"{stored.id} ({stored.model}): {stored.paper}; holds if {stored.rule or '–'}")
+    print(f"paper       {number(stored.paper_value)}")
+    for word, value, claim in zip(("stored", "recomputed"), values, (stored, again), strict=True):
+        print(f"{word:<11} {value}  {claim.interval} {claim.mark} {VERDICTS[claim.holds]}")
     print(f"difference  {values[1] - values[0]:.3g}")
 
 
