@@ -8,7 +8,10 @@ modules under the bridge directly, so hooks set on `model.bridge` do not fire in
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +23,7 @@ from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from oa_utils import machine, sources
+from oa_utils import machine, sources, store
 
 # An edit sees what a component computed and returns what is to be used instead. Sites, by layer, in
 # this order: "resid" (the stream that enters the block), "k" and "v" [batch kv_head place d_head],
@@ -35,13 +38,13 @@ Answer = TypeVar("Answer")
 
 FLOAT32_BOUND = 1e-4  # how far log-probabilities may be from Hugging Face's own
 HALF_BOUND = 0.1
-SHAPES_THE_FORWARD = (  # fields of a configuration that weights do not show
-    "model_type activation_function hidden_act hidden_activation n_head num_attention_heads "
-    "num_key_value_heads head_dim layer_norm_epsilon layer_norm_eps rms_norm_eps rope_theta "
-    "rope_scaling rope_parameters partial_rotary_factor sliding_window scale_attn_weights "
-    "scale_attn_by_inverse_layer_idx attn_logit_softcapping final_logit_softcapping "
-    "query_pre_attn_scalar logit_scale tie_word_embeddings"
-).split()
+# fields of a configuration that cannot change what a frozen model answers; all others are part of
+# its fingerprint, so that a new kind of model needs no entry here
+NO_PART_OF_THE_FORWARD = re.compile(
+    "_.*|transformers_version|architectures|dtype|torch_dtype|.*_token_id|.*dropout|.*_pdrop|"
+    "initializer_range|summary_.*|use_cache|output_attentions|output_hidden_states|return_dict|"
+    "id2label|label2id|problem_type|task_specific_params|tokenizer_class|chunk_size_feed_forward"
+)
 
 
 def unchanged(site: str, layer: int, value: Tensor) -> Tensor:
@@ -141,7 +144,8 @@ class Model:
     tokenizer: Any
     bos: int
     budget: str = "default"
-    source: str = ""  # where a worker loads it from; empty: it is in this process only
+    as_loaded: str = ""  # the fingerprint, unless it was edited since
+    origin: tuple = ()  # what a worker passes to load_model; empty: in this process only
     layers: list[Layer] = field(default_factory=list)
 
     def __post_init__(self):
@@ -159,8 +163,7 @@ class Model:
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
         self.n_parameters: int = sum(p.numel() for p in hf.parameters())
-        self._checksum: str | None = None
-        self._fingerprint = ""
+        self._checksum = checksum(hf)
 
     def __repr__(self) -> str:
         shape = f"{self.n_layers} layers × {self.n_heads} heads × {self.d_model} wide"
@@ -173,11 +176,9 @@ class Model:
         """A hash of every weight and of what shapes the forward; edited weights give another
         one."""
         hf = self.bridge.original_model
-        now = checksum(hf)
-        if now != self._checksum:
-            self._checksum = now
-            self._fingerprint = fingerprint(hf)
-        return self._fingerprint
+        if checksum(hf) == self._checksum:
+            return self.as_loaded
+        return store.fingerprint(self.as_loaded, fingerprint(hf))
 
     # ---- from tokens to the stream
 
@@ -391,16 +392,19 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     revision: str | None = None,
     budget: str | None = None,
+    tokenizer: Any = None,
 ) -> Model:
     """A model by name (`tiny`, `smollm2-135m`), Hugging Face id, or folder; frozen, in eval mode,
     weights as they are.
 
+    `tokenizer`, one in memory or a folder or id to load it from, stands in for the model's own.
     `budget` (test, default, paper; else `OA_BUDGET`) is how much experiments on it may spend and
     where they store.
     """
     from transformers import AutoModelForCausalLM
 
-    source = sources.locate(str(name))
+    with _quiet():
+        source = sources.locate(str(name))
     options = {"revision": revision} if revision else {}
     try:
         with _quiet():
@@ -415,11 +419,19 @@ def load_model(
     except Exception as error:
         raise ValueError(sources.why_not(str(name), source, error)) from error
     _refuse_gaps(name, report)
-    folder = Path(str(name)).expanduser()
-    label = folder.resolve().name if folder.is_dir() else str(name)
-    tokenizer = _tokenizer(source, options)
+    is_folder = Path(source).is_dir() and str(name) not in sources.NAMES
+    where = str(Path(source).resolve()) if is_folder else str(name)
+    origin = {"name": where, "dtype": dtype, "revision": revision, "tokenizer": tokenizer}
+    if tokenizer is None:
+        tokenizer = _tokenizer(source, options)
+    elif isinstance(tokenizer, str | Path):
+        tokenizer = _tokenizer(str(Path(tokenizer).expanduser()), {})
+        origin["tokenizer"] = str(origin["tokenizer"])
+    else:
+        origin = {}
+    label = Path(where).name if is_folder else where
     model = wrap(hf, tokenizer, name=label, device=device, budget=budget)
-    model.source = str(folder.resolve()) if folder.is_dir() else str(name)
+    model.origin = tuple(origin.items())
     return model
 
 
@@ -449,7 +461,9 @@ def wrap(
     hf = hf.to(pick_device(device)).eval().requires_grad_(False)
     bos = bos_of(hf.config, tokenizer, name)
     probe = (torch.arange(12, device=hf.device)[None] * 7 + bos) % hf.config.vocab_size
-    expected = hf(probe).logits.float().log_softmax(-1)
+    as_loaded = fingerprint(hf)  # before the bridge gives its own names to the weights
+    with _loud(hf, probe) as gain:
+        expected = hf(probe).logits.float().log_softmax(-1)
     kind = type(hf).__name__
     try:
         with _quiet():
@@ -463,9 +477,10 @@ def wrap(
                 "its attention and MLP read the same stream side by side (parallel blocks)"
             )
         frozen = bridge.eval().requires_grad_(False)
-        model = Model(name, frozen, tokenizer, bos, machine.budget(budget))
+        model = Model(name, frozen, tokenizer, bos, machine.budget(budget), as_loaded)
         model.layers = [_layer(block) for block in bridge.blocks]
-        apart = _difference(model, probe, expected)
+        with _loud(hf, probe, gain):
+            apart = _difference(model, probe, expected)
     except (
         AttributeError,
         KeyError,
@@ -485,6 +500,25 @@ def wrap(
             "are not handled)"
         )
     return model
+
+
+@contextmanager
+def _loud(hf: Any, probe: Int[Tensor, "1 pos"], gain: float | None = None) -> Iterator[float]:
+    """A model with its norms turned up (by a power of two, so exactly back again) until its answers
+    differ by about one nat: with small weights, a wrong scale of attention or a cap on logits would
+    hardly show."""
+    if gain is None:
+        spread = hf(probe).logits.float().std(-1).mean().item()
+        gain = 2.0 ** min(6, max(0, math.ceil(-math.log2(max(spread, 1e-9)))))
+    norms = [module for module in hf.modules() if "Norm" in type(module).__name__]
+    parameters = [p for module in norms for p in module.parameters(recurse=False)]
+    for parameter in parameters:
+        parameter.mul_(gain)
+    try:
+        yield gain
+    finally:
+        for parameter in parameters:
+            parameter.div_(gain)
 
 
 def _difference(
@@ -553,33 +587,41 @@ def bos_of(config: Any, tokenizer: Any, name: str) -> int:
     )
 
 
-def _bits(value: Tensor) -> Tensor:
-    """A tensor as integers, bit by bit."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return value.detach().contiguous().view(sizes[value.element_size()])
+def _content(module: torch.nn.Module) -> Iterator[bytes | memoryview]:
+    """What the configuration says about the forward, and every byte of every weight (once, where
+    several names share one)."""
+    yield store.canonical(_forward_fields(module.config.to_dict()))
+    seen = set()
+    for name, value in sorted(module.state_dict().items()):
+        place = (value.data_ptr(), value.shape, value.stride())
+        if place not in seen:
+            seen.add(place)
+            yield f"{name}{tuple(value.shape)}{value.dtype}".encode()
+            yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def checksum(module: torch.nn.Module) -> str:
-    """A hash of one weighted sum for each row of each weight: cheap, and another one after an edit
-    of a weight or a swap of neurons."""
-    digest = hashlib.sha256()
-    for value in module.state_dict().values():
-        rows = value.detach().reshape(len(value) if value.ndim else 1, -1).float()
-        places = torch.linspace(1, 2, rows.shape[1], device=rows.device)
-        digest.update((rows @ places).cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _forward_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without what cannot change an answer; fields that are None say nothing."""
+    kept = {k: v for k, v in config.items() if not NO_PART_OF_THE_FORWARD.fullmatch(str(k))}
+    return {
+        key: _forward_fields(value) if isinstance(value, dict) else value
+        for key, value in kept.items()
+        if value is not None
+    }
 
 
 def fingerprint(module: torch.nn.Module) -> str:
-    """A hash of every byte of every weight, and of the fields of the configuration that shape the
-    forward."""
-    config = module.config.to_dict()
-    digest = hashlib.sha256(repr([(k, config.get(k)) for k in SHAPES_THE_FORWARD]).encode())
-    for key, value in sorted(module.state_dict().items()):
-        key = key.replace("._original_component", "")
-        digest.update(f"{key}{tuple(value.shape)}{value.dtype}".encode())
-        digest.update(_bits(value).cpu().numpy().tobytes())
+    """What a model is, in 16 digits."""
+    digest = hashlib.sha256()
+    for part in _content(module):
+        digest.update(part)
     return digest.hexdigest()[:16]
+
+
+def checksum(module: torch.nn.Module) -> int:
+    """Of the same bytes, several times as fast: tells whether a model was edited since it was
+    loaded."""
+    return functools.reduce(lambda so_far, part: zlib.crc32(part, so_far), _content(module), 0)
 
 
 def _tokenizer(source: str, options: dict) -> Any:
@@ -614,11 +656,11 @@ def _quiet():
 
 
 @functools.cache
-def _loaded(source: str, dtype: torch.dtype, budget: str, fingerprint: str) -> Model:
+def _loaded(origin: tuple, budget: str, fingerprint: str) -> Model:
     """A worker's own copy of a model, loaded once and refused if it is not the caller's."""
-    model = load_model(source, dtype=dtype, budget=budget)
+    model = load_model(**dict(origin), budget=budget)
     if model.fingerprint != fingerprint:
-        raise RuntimeError(f"'{source}' is not the model that the caller has (it was edited)")
+        raise RuntimeError(f"{model} is not what the caller has: its files were changed")
     return model
 
 
@@ -627,7 +669,7 @@ class _OnItsModel:
 
     def __init__(self, function: Callable, model: Model):
         self.function = function
-        self.named = (model.source, model.dtype, model.budget, model.fingerprint)
+        self.named = (model.origin, model.budget, model.fingerprint)
 
     def __call__(self, item: Any) -> Any:
         return self.function(_loaded(*self.named), item)
@@ -636,23 +678,14 @@ class _OnItsModel:
 def each(
     function: Callable[[Model, Item], Answer], model: Model, items: Iterable[Item], desc: str = ""
 ) -> list[Answer]:
-    """function(model, item) of each item, in order: in workers that load the model by its name, or
-    here where there is one worker only or where this process alone has the model."""
+    """function(model, item) of each item, in order: in workers that load the model from where it
+    came, or here where there is one worker only or where this process alone has the model (made in
+    memory, or edited)."""
     items = list(items)
-    if machine.jobs() == 1 or len(items) < 2 or not _loads_elsewhere(model):
+    if machine.jobs() == 1 or len(items) < 2:
+        alone = True
+    elif alone := not (model.origin and model.fingerprint == model.as_loaded):
+        machine.announce(f"{model} is in this process only, so nothing runs side by side")
+    if alone:
         return [function(model, item) for item in machine.progress(items, desc=desc)]
     return machine.parallel(_OnItsModel(function, model), items, desc)
-
-
-def _loads_elsewhere(model: Model) -> bool:
-    """Whether a worker that loads this model by its source gets the same one."""
-    if not model.source:
-        return False
-    key = (model.source, model.fingerprint)
-    if key not in _same_elsewhere:
-        again = load_model(model.source, dtype=model.dtype, budget=model.budget)
-        _same_elsewhere[key] = again.fingerprint == model.fingerprint
-    return _same_elsewhere[key]
-
-
-_same_elsewhere: dict[tuple[str, str], bool] = {}

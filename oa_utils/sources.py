@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ REQUIREMENTS = "requirements.txt"
 HASHES = "hashes.json"
 BUNDLED = {"tiny": "models/tiny"}
 NAMES = (*BUNDLED, "smollm2-135m")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+WITHOUT_OWNER = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")  # old ids of the hub
 
 
 def locate(name: str) -> str:
@@ -38,9 +41,15 @@ def locate(name: str) -> str:
         return str(path)
     if path.is_absolute() or name.startswith(("./", "../", "~")):
         raise ValueError(f"there is no folder '{name}'")
-    if near := difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.6):
-        if "/" not in name and name not in ("gpt2",):
-            raise ValueError(f"there is no model '{name}': did you mean '{near[0]}'?")
+    if name not in WITHOUT_OWNER and not HUB_ID.fullmatch(name):
+        known = (*NAMES, *WITHOUT_OWNER)
+        near = [known_name for known_name in known if known_name.startswith(name.lower())]
+        near += difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"the known ones are {', '.join(known)}."
+        raise ValueError(
+            f"there is no model '{name}': {hint} Ids of Hugging Face look like 'owner/name', and "
+            "there is no such folder here"
+        )
     return name
 
 

@@ -171,15 +171,91 @@ def test_fingerprint_changes_with_any_one_weight(make):
     assert len(fingerprints) == 1 + len(names)
 
 
-def test_fingerprint_changes_when_a_weight_is_edited_after_loading():
+def one_weight(model):
+    model.layers[1].mlp_out.weight.data[3, 5] += 1e-7
+
+
+def swapped_rows(model):
+    weight = model.layers[1].mlp_out.weight.data
+    weight[[2, 3]] = weight[[3, 2]]
+
+
+def swapped_weights_of_a_row(model):
+    weight = model.layers[1].mlp_out.weight.data
+    weight[0, [2, 3]] = weight[0, [3, 2]]
+
+
+def two_signs(model):
+    weight = model.layers[1].mlp_out.weight.data
+    weight[0, 3] = -weight[0, 2]
+    model.edited_from = model.fingerprint
+    weight[0, 2:4].neg_()
+
+
+def one_head_of_the_walk(model):
+    model.layers[2].attn.q.original_component.weight.data[0, 0] += 1e-7
+
+
+def one_field(model):
+    model.bridge.original_model.config.activation_function = "relu"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        one_weight,
+        swapped_rows,
+        swapped_weights_of_a_row,
+        two_signs,
+        one_head_of_the_walk,
+        one_field,
+    ],
+)
+def test_fingerprint_changes_with_any_edit_after_loading(edit):
     model = wrap(random_gpt2())
-    weight = model.layers[1].mlp_out.weight
-    before = model.fingerprint
-    kept = weight[3, 5].item()
-    weight.data[3, 5] += 1e-3
-    assert model.fingerprint != before
-    weight.data[3, 5] = kept
-    assert model.fingerprint == before
+    model.edited_from = model.fingerprint
+    edit(model)
+    assert model.fingerprint != model.edited_from
+
+
+def test_fingerprint_comes_back_with_the_weights():
+    model = wrap(random_gpt2())
+    weight = model.layers[1].mlp_out.weight.data
+    before = (model.fingerprint, weight.clone())
+    weight += 1
+    assert model.fingerprint != before[0]
+    weight.copy_(before[1])
+    assert model.fingerprint == before[0]
+
+
+def test_fingerprint_is_that_of_the_plain_model_and_of_its_copy_on_disk(tmp_path):
+    """Neither the bridge's names for weights nor a folder's extra fields are part of it."""
+    for make in (random_gpt2, random_llama):
+        hf = make()
+        plain = models.fingerprint(hf)
+        folder = folder_with(tmp_path / make.__name__, hf)
+        assert wrap(hf).fingerprint == plain == load_model(folder).fingerprint
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("n_head", 2), ("some_new_scale", 3.0), ("layer_types", ["full", "sliding"]), ("a", {"b": 1})],
+)
+def test_fingerprint_sees_every_field_that_is_not_known_to_be_idle(field, value):
+    hf = random_gpt2()
+    before = models.fingerprint(hf)
+    setattr(hf.config, field, value)
+    assert models.fingerprint(hf) != before
+
+
+@pytest.mark.parametrize(
+    "field", ["_name_or_path", "transformers_version", "resid_pdrop", "pad_token_id"]
+)
+def test_fingerprint_does_not_see_what_cannot_change_an_answer(field):
+    hf = random_gpt2()
+    before = models.fingerprint(hf)
+    setattr(hf.config, field, 0)
+    assert models.fingerprint(hf) == before
 
 
 @pytest.mark.parametrize("change", [{"layer_norm_epsilon": 1e-3}, {"activation_function": "relu"}])
@@ -267,11 +343,55 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         load_model(folder)
 
 
-def test_unknown_names_are_refused():
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("Tiny", "did you mean 'tiny'"),
+        ("smollm2", "did you mean 'smollm2-135m'"),
+        ("gpt-2", "did you mean 'gpt2'"),
+        ("no-such-model", "known ones are tiny"),
+        ("owner/name/more", "look like 'owner/name'"),
+        ("./no-such-folder", "there is no folder"),
+    ],
+)
+def test_a_name_that_can_be_no_id_is_refused_without_asking_the_hub(name, hint, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(ValueError, match=hint):
+        load_model(name)
+
+
+def test_an_id_that_the_hub_does_not_give_says_what_there_is():
     with pytest.raises(ValueError, match="not bundled .*tiny.* not a folder"):
-        load_model("no-such-model")
-    with pytest.raises(ValueError, match="there is no folder"):
-        load_model("./no-such-folder")
+        load_model("no-such-owner/no-such-model")
+
+
+def test_a_tokenizer_can_be_given_in_memory_or_as_a_folder(tmp_path, tokenizer):
+    folder = folder_with(tmp_path, random_gpt2(tokenizer=tokenizer))
+    tokenizer.save_pretrained(tmp_path / "words")
+    in_memory = load_model(folder, tokenizer=tokenizer)
+    from_folder = load_model(folder, tokenizer=tmp_path / "words")
+    assert in_memory.encode(" and") == from_folder.encode(" and") == tokenizer.encode(" and")
+    assert in_memory.tokenizer_hash == from_folder.tokenizer_hash != ""
+    assert from_folder.origin and not in_memory.origin  # workers have no such object
+
+
+def test_small_weights_hide_no_wrong_scale():
+    """Of 5e-7 nats here, but what an ablation puts in its place can be far from the usual."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 60, "n_layer": 2, "n_head": 4, "n_embd": 32, "bos_token_id": 1}
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    flat = GPT2Config(**shape, eos_token_id=1, initializer_range=0.005)
+    hf = GPT2LMHeadModel(flat)
+    before = {name: value.clone() for name, value in hf.state_dict().items()}
+    wrap(hf)
+    after = {k.replace("._original_component", ""): v for k, v in hf.state_dict().items()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    flat.scale_attn_by_inverse_layer_idx = True
+    with pytest.raises(ValueError, match="are off by"):
+        wrap(GPT2LMHeadModel(flat))
 
 
 def test_no_bos_and_no_eos_is_refused():
@@ -371,12 +491,33 @@ def test_each_gives_answers_in_order_here_and_in_workers(tiny, gpt2, monkeypatch
         assert models.each(shifted, gpt2, [3, 1, 2]) == [6, 4, 5]  # it is in this process only
 
 
-def test_an_edited_model_is_not_sent_to_workers(monkeypatch):
+def test_an_edited_model_is_not_sent_to_workers(monkeypatch, capsys):
     monkeypatch.setattr(machine, "jobs", lambda: 2)
     monkeypatch.setattr(machine, "parallel", None)
+    monkeypatch.setattr(machine, "quiet", lambda: False)
     model = load_model("tiny")
     model.layers[0].mlp_out.weight.data[0, 0] += 1.0
     assert models.each(shifted, model, [1, 2]) == [7, 8]
+    assert "in this process only" in capsys.readouterr().err
+
+
+def test_workers_load_a_folder_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.delenv("OA_BUDGET", raising=False)
+    monkeypatch.setattr(machine, "jobs", lambda: 2)
+    folder_with(tmp_path, random_gpt2())
+    monkeypatch.chdir(tmp_path)
+    model = load_model("model")
+    assert dict(model.origin)["name"] == str(tmp_path / "model")
+    assert models.each(shifted, model, [3, 1, 2]) == [6, 4, 5]
+
+
+def test_workers_refuse_files_that_were_changed(tmp_path, monkeypatch):
+    monkeypatch.delenv("OA_BUDGET", raising=False)
+    monkeypatch.setattr(machine, "jobs", lambda: 2)
+    model = load_model(folder_with(tmp_path, random_gpt2()))
+    folder_with(tmp_path, random_gpt2(seed=1))
+    with pytest.raises(RuntimeError, match="its files were changed"):
+        models.each(shifted, model, [1, 2])
 
 
 def test_nothing_is_loaded_from_a_network_at_import():
