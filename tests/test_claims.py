@@ -219,7 +219,7 @@ def test_the_list_counts_by_chapter_and_fits_the_terminal(capsys, monkeypatch):
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert max(map(len, lines)) <= 60
-    assert "up to 0 of these" in out
+    assert "up to 0 of them" in " ".join(out.split())
     assert lines[0] == "single_components · gpt2 · 1 ✓  0 ✗  0 –"
     assert "circuits_ioi · tiny · 0 ✓  1 ✗  1 –" in lines
     assert lines.index("circuits_ioi · tiny · 0 ✓  1 ✗  1 –") > 5
@@ -228,6 +228,17 @@ def test_the_list_counts_by_chapter_and_fits_the_terminal(capsys, monkeypatch):
     assert " ".join(LONG.paper.split()) in " ".join(out.split())
     claims.main(["--model", "tiny"])
     assert capsys.readouterr().out.count(MEDIAN.id) == 1
+
+
+def test_the_table_for_the_readme_has_a_column_for_each_model():
+    publish(replace(MEDIAN, note="a | b"), RANK)
+    publish(replace(MEDIAN, measured=0.4, low=0.3, high=0.6), model=OTHER)
+    lines = claims.markdown().splitlines()
+    assert lines[0] == "| claim | the paper says | holds if | paper | gpt2 | tiny | remark |"
+    widths = {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")}
+    assert widths == {8}
+    assert "| – 0.4 [0.3, 0.6] | ✓ 0.305 [0.29, 0.32] | a \\| b |" in lines[3]
+    assert lines[-1].startswith("1 ✓  0 ✗  2 –")
 
 
 # ---- measured anew

@@ -299,6 +299,55 @@ def minutes(notebook: Path) -> str:
     return said[0].replace("*", "") if said else "its first cell does not say how long it takes"
 
 
+# ---- in the README
+
+
+def markdown() -> str:
+    """One table of all published claims: a row for each, with a column for each model, by
+    chapter."""
+    groups = chapters()
+    models = sorted({model for _, model in groups}, key=lambda model: (model == "tiny", model))
+    rows: dict[str, dict[str, dict[str, Claim]]] = {}  # experiment: id: model: claim
+    for (experiment, model), listed in groups.items():
+        for claim in listed:
+            rows.setdefault(experiment, {}).setdefault(claim.id, {})[model] = claim
+    lines = [
+        f"| claim | the paper says | holds if | paper | {' | '.join(models)} | remark |",
+        "|---|---|---|---|" + "---|" * (len(models) + 1),
+    ]
+    for experiment, ids in rows.items():
+        lines.append(f"| **{experiment.replace('_', ' ')}** |" + " |" * (len(models) + 4))
+        for id, by_model in ids.items():
+            lines.append(_markdown_row(id, by_model, models))
+    everything = [claim for listed in groups.values() for claim in listed]
+    lines += [
+        "",
+        f"{_count(everything)} (✓ holds, ✗ does not hold, – undecided). {_by_chance(everything)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(id: str, by_model: dict[str, Claim], models: Sequence[str]) -> str:
+    any_model = next(iter(by_model.values()))
+    cells = [f"`{id}`", any_model.paper, any_model.rule, number(any_model.paper_value)]
+    remarks = []
+    for model in models:
+        claim = by_model.get(model)
+        cells.append(f"{claim.mark} {claim.interval}" if claim else "")
+        if claim and claim.remark:
+            remarks.append(claim.remark)
+    cells.append("; ".join(dict.fromkeys(remarks)))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _by_chance(claims: Sequence[Claim]) -> str:
+    decided = [claim for claim in claims if claim.holds is not None and not claim.exact]
+    return (
+        f"{len(decided)} verdicts come from 95 % intervals: up to "
+        f"{WRONG_BY_CHANCE * len(decided):.0f} of them are to be expected wrong by chance."
+    )
+
+
 # ---- in a terminal
 
 
@@ -315,12 +364,7 @@ def report(model_name: str | None, width: int) -> str:
     everything = [claim for claims in groups.values() for claim in claims]
     lines += ["", f"{len(everything)} claims: {_count(everything)}"]
     lines += textwrap.wrap("✓ holds, ✗ does not hold, – undecided", width)
-    decided = [claim for claim in everything if claim.holds is not None and not claim.exact]
-    lines += textwrap.wrap(
-        f"{len(decided)} are decided by 95 % intervals: up to {WRONG_BY_CHANCE * len(decided):.0f} "
-        "of these verdicts are to be expected wrong by chance",
-        width,
-    )
+    lines += textwrap.wrap(_by_chance(everything), width)
     lines += textwrap.wrap("`make claim ID=… MODEL=…` measures one of them anew", width)
     return "\n".join(lines[1:])
 
