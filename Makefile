@@ -16,7 +16,7 @@ export OA_MODEL = $(MODEL)
 export OA_BUDGET = $(BUDGET)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test test-real test-gpt2 lint lab claims claim publish bench lock clean
+.PHONY: help setup notebooks test test-real test-gpt2 lint lab claims claim publish readme bench lock clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ claim: $(READY) ## measure one claim anew [ID=single.median_ratio.mean MODEL=tin
 publish: $(READY) ## copy a model's finished results from .oa/ to data/results/ [MODEL=tiny]
 	@$(BIN)/python -c "from oa_utils import store; from oa_utils.paper.notebooks import name_of; \
 	  print(len(store.publish(name_of('$(MODEL)'))), 'files published')"
+
+readme: $(READY) ## write the README's table of claims anew from what is published
+	@$(BIN)/python scripts/readme.py
 
 bench: $(READY) ## the speed bars (a quiet machine, please)
 	@for f in benchmarks/*.py; do echo "== $$f"; $(BIN)/python $$f; done

@@ -1,6 +1,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +241,12 @@ def test_the_table_for_the_readme_has_a_column_for_each_model():
     assert widths == {8}
     assert "| – 0.4 [0.3, 0.6] | ✓ 0.305 [0.29, 0.32] | a \\| b |" in lines[3]
     assert lines[-1].startswith("1 ✓  0 ✗  2 –")
+
+
+def test_the_readme_is_current():
+    call = [sys.executable, str(ROOT / "scripts" / "readme.py"), "--check"]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- measured anew
