@@ -1,0 +1,227 @@
+"""Use what was found: a model that runs with only a circuit kept, or with components replaced.
+
+`with oa.ablate(model, circuit, constants): model.bridge.generate(...)`. Hooks stand on the bridge,
+so its own forward, its `generate` and whoever hooks it see the ablated values: `hook_z` and the
+MLPs' `hook_out` hold what components write in the circuit, and the last stream is what `out` reads.
+Position 0 is never ablated. Constants go on: position i takes row min(i, P−1), also where text is
+generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from oa_utils.circuits import Circuit
+from oa_utils.fills import Activations, Constants
+from oa_utils.models import Model, attend, rotate
+from oa_utils.sites import Site, Subspace, find
+
+Hook = Callable[..., Tensor | None]
+Rows = Float[Tensor, "P dim"]
+
+
+class Columns:
+    """Where the columns of a forward stand: those behind a cache of keys and values come later."""
+
+    def __init__(self) -> None:
+        self.first = 0
+
+    def note(self, module: Any, args: tuple, kwargs: dict) -> None:
+        """Before each forward of the model: how much of the prompt it has seen already."""
+        cache = kwargs.get("past_key_values")
+        self.first = 0 if cache is None else int(cache.get_seq_length())
+
+    def positions(self, value: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, " pos"]:
+        return torch.arange(self.first, self.first + value.shape[1], device=value.device)
+
+
+def fill_rows(rows: Tensor, positions: Int[Tensor, " pos"]) -> Tensor:
+    """Constants at these positions: row min(i, P−1)."""
+    return rows[positions.clamp(max=len(rows) - 1)]
+
+
+# ---- single components
+
+
+def component_hook(site: Site, rows: Rows, columns: Columns) -> Hook:
+    """Replaces a component's value from position 1 on."""
+
+    def replace(value: Tensor, hook: Any = None) -> Tensor:
+        flat = value.flatten(2)
+        positions = columns.positions(flat)
+        fill = fill_rows(rows.to(flat), positions)
+        change = fill - flat[..., site.part]
+        if site.basis is not None:
+            basis = site.basis.to(change)
+            change = change @ basis @ basis.T
+        change = change * (positions > 0)[:, None]
+        replaced = flat.clone()
+        replaced[..., site.part] += change
+        return replaced.reshape(value.shape)
+
+    return replace
+
+
+def hook_name(site: Site) -> str:
+    """The bridge's hook that holds a component's value."""
+    names = {
+        "tok": "embed.hook_out",
+        "embed": "blocks.0.hook_in",
+        "z": f"blocks.{site.layer}.attn.hook_z",
+        "hidden": f"blocks.{site.layer}.mlp.out.hook_in",
+        "mlp": f"blocks.{site.layer}.mlp.hook_out",
+    }
+    return names[site.value]
+
+
+# ---- circuits
+
+
+class CircuitRun:
+    """A forward in which every reader gets its own sum of what was written, kept or ablated: the
+    plain form of `MaskedModel`, at all positions, as hooks."""
+
+    def __init__(
+        self, model: Model, circuit: Circuit, fill: Constants | Activations, columns: Columns
+    ):
+        self.model = model
+        self.columns = columns
+        self.fill = fill
+        mask = circuit.mask.to(model.device, model.dtype)
+        self.attn, self.mlp, self.out = circuit.graph.blocks(mask)
+        self.past: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of earlier columns
+
+    def hooks(self) -> list[tuple[str, Hook]]:
+        listed: list[tuple[str, Hook]] = [("blocks.0.hook_in", self.begin)]
+        for layer in range(self.model.n_layers):
+            listed.append((f"blocks.{layer}.attn.hook_z", self.heads_of(layer)))
+            listed.append((f"blocks.{layer}.mlp.hook_out", self.mlp_of(layer)))
+        last = self.model.n_layers - 1
+        return [*listed, (f"blocks.{last}.hook_out", self.end)]
+
+    def begin(self, value: Float[Tensor, "batch pos d"], hook: Any = None) -> None:
+        """A forward starts: the first writer is the embedding."""
+        if self.columns.first == 0:
+            self.past = {}
+        self.positions = self.columns.positions(value)
+        self.values = [value]
+        self.fills = [self.filled("embed", value)]
+        self.biases = torch.zeros_like(value[:1, :1])
+
+    def filled(self, part: str, value: Tensor, layer: int | None = None) -> Tensor:
+        """What stands in for a writer at these positions, [batch or 1, pos, ...]."""
+        rows = getattr(self.fill, part)
+        if isinstance(self.fill, Activations):
+            if len(rows) != len(value) or rows.shape[1] <= int(self.positions.max()):
+                raise ValueError(
+                    f"activations of {len(rows)} prompts of {rows.shape[1]} tokens cannot fill "
+                    f"{len(value)} prompts of {int(self.positions.max()) + 1}; constants can"
+                )
+            rows = rows[:, self.positions]
+            return rows if layer is None else rows[:, :, layer]
+        single = self.fill.embed.ndim == 1
+        rows = rows[None] if single else rows
+        rows = rows if layer is None else rows[:, layer]
+        return fill_rows(rows.to(value), self.positions)[None]
+
+    def read(self, alpha: Float[Tensor, "*reader writer"]) -> Float[Tensor, "batch pos *reader d"]:
+        """What readers get; at position 0 all that was written."""
+        values = torch.stack(self.values, dim=-2)  # [batch pos writer d]
+        fills = torch.stack([fill.expand_as(values[..., 0, :]) for fill in self.fills], dim=-2)
+        mixed = fills.sum(-2)
+        readers = alpha.reshape(-1, alpha.shape[-1])
+        kept = einsum(readers, values - fills, "reader w, b pos w d -> b pos reader d")
+        whole = values.sum(-2)[:, :, None]
+        first = (self.positions == 0)[:, None, None]
+        x = torch.where(first, whole, mixed[:, :, None] + kept) + self.biases[:, :, None]
+        return x.unflatten(2, alpha.shape[:-1]) if alpha.ndim > 1 else x[:, :, 0]
+
+    def write(self, value: Tensor, fill: Tensor) -> None:
+        self.values.append(value)
+        self.fills.append(fill)
+
+    def heads_of(self, layer: int) -> Hook:
+        block = self.model.layers[layer]
+        weights, bias = block.qkv_weights()
+
+        def heads(value: Float[Tensor, "batch pos head d_head"], hook: Any = None) -> Tensor:
+            normed = block.ln1(self.read(self.attn[layer]))  # [batch pos 3 head d]
+            qkv = einsum(normed, weights, "b pos s h d, s h d e -> s b h pos e")
+            q, k, v = qkv + rearrange(bias, "s h e -> s 1 h 1 e")
+            rotation = self.model.rotation(self.positions[None])
+            q = rotate(q, rotation)
+            k = rotate(k, rotation)
+            if layer in self.past:
+                k = torch.cat((self.past[layer][0], k), 2)
+                v = torch.cat((self.past[layer][1], v), 2)
+            self.past[layer] = (k, v)
+            places = torch.arange(k.shape[2], device=k.device)
+            z = attend(q, k, v, places <= self.positions[:, None])
+            z = rearrange(z, "b h pos e -> b pos h e").reshape(value.shape)
+            per_head = z.reshape(*z.shape[:2], self.model.n_heads, self.model.d_head)
+            fill = self.filled("heads", per_head, layer)
+            for head, W_O in enumerate(block.W_O):
+                self.write(per_head[:, :, head] @ W_O, fill[:, :, head] @ W_O)
+            self.biases = self.biases + block.b_O
+            return z
+
+        return heads
+
+    def mlp_of(self, layer: int) -> Hook:
+        def mlp(value: Float[Tensor, "batch pos d"], hook: Any = None) -> Tensor:
+            written = self.model.layers[layer].mlp(self.read(self.mlp[layer]))
+            self.write(written, self.filled("mlps", written, layer))
+            return written
+
+        return mlp
+
+    def end(self, value: Float[Tensor, "batch pos d"], hook: Any = None) -> Tensor:
+        """What `out` reads takes the place of the last stream."""
+        return self.read(self.out)
+
+
+# ---- the door
+
+
+@contextmanager
+def ablate(
+    model: Model,
+    what: Circuit | Mapping[str | Subspace, Any],
+    fill: Constants | Activations | None = None,
+) -> Iterator[Model]:
+    """Inside, `model.bridge` runs with only a circuit kept, its other edges filled (`fill`: for
+    example `oa.gap(…, "optimal").constants`, or `masked.activations(tokens)`); or with components
+    replaced by constants (`what`: {component: rows}, for example of `oa.optimal_constants`)."""
+    columns = Columns()
+    if isinstance(what, Circuit):
+        what.check(model)
+        if not isinstance(fill, Constants | Activations):
+            raise TypeError(
+                "a circuit needs a fill for the edges that it does not have: oa.Constants or "
+                f"masked.activations(tokens), not {type(fill).__name__}"
+            )
+        hooks = CircuitRun(model, what, fill, columns).hooks()
+    else:
+        hooks = []
+        for component, rows in what.items():
+            site = find(component, model)
+            rows = rows[0] if isinstance(rows, tuple) else rows  # of optimal_constants
+            if rows.ndim != 2 or rows.shape[1] != site.dim:
+                raise ValueError(
+                    f"constants of {site.name} have shape [P, {site.dim}], not {list(rows.shape)}"
+                )
+            hooks.append((hook_name(site), component_hook(site, rows, columns)))
+    hf = model.bridge.original_model
+    handle = hf.register_forward_pre_hook(columns.note, with_kwargs=True)
+    try:
+        with torch.no_grad(), model.bridge.hooks(fwd_hooks=hooks):
+            yield model
+    finally:
+        handle.remove()

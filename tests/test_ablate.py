@@ -1,0 +1,147 @@
+"""Hooks on the bridge against the edge-masked model and against single components."""
+
+import pytest
+import torch
+from conftest import tokens_of
+
+from oa_utils.ablate import ablate
+from oa_utils.circuits import Circuit
+from oa_utils.fills import Constants
+from oa_utils.graph import Graph
+from oa_utils.masked import MaskedModel
+from oa_utils.sites import Subspace, find
+
+LENGTH = 7
+
+
+def random_constants(model, rows, seed=0):
+    torch.manual_seed(seed)
+    lead = () if rows == 0 else (rows,)
+    return Constants(
+        torch.randn(*lead, model.d_model),
+        torch.randn(*lead, model.n_layers, model.n_heads, model.d_head),
+        torch.randn(*lead, model.n_layers, model.d_model),
+    )
+
+
+def random_circuit(model, share=0.4):
+    graph = Graph.of(model)
+    torch.manual_seed(1)
+    return Circuit(graph, torch.rand(len(graph)) < share, "random")
+
+
+def log_probs(model, tokens):
+    return model.bridge(tokens, return_type="logits").log_softmax(-1)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, LENGTH])
+def test_a_circuit_with_constants_is_that_of_the_masked_model(model, rows):
+    circuit = random_circuit(model)
+    constants = random_constants(model, rows)
+    tokens = tokens_of(model, 3, LENGTH)
+    masked = MaskedModel(model)
+    with ablate(model, circuit, constants):
+        hooked = log_probs(model, tokens)
+    for position in (1, 3, LENGTH - 1):
+        last = torch.full((3,), position)
+        wanted = masked(tokens, last, circuit.mask.float(), constants)
+        assert torch.allclose(hooked[:, position], wanted, atol=1e-4)
+
+
+def test_a_circuit_with_activations_is_that_of_the_masked_model(model):
+    circuit = random_circuit(model)
+    tokens = tokens_of(model, 3, LENGTH)
+    masked = MaskedModel(model)
+    fill = masked.activations(tokens_of(model, 3, LENGTH, seed=5))
+    with ablate(model, circuit, fill):
+        hooked = log_probs(model, tokens)
+    last = torch.full((3,), LENGTH - 1)
+    assert torch.allclose(
+        hooked[:, -1], masked(tokens, last, circuit.mask.float(), fill), atol=1e-4
+    )
+    with ablate(model, circuit, fill), pytest.raises(ValueError, match="cannot fill"):
+        log_probs(model, tokens_of(model, 3, LENGTH + 1))
+
+
+def test_generated_text_is_that_of_step_by_step_masked_predictions_with_and_without_cache(model):
+    circuit = random_circuit(model, 0.7)
+    constants = random_constants(model, 3)
+    tokens = tokens_of(model, 1, 4)
+    masked = MaskedModel(model)
+    wanted = tokens
+    for _ in range(5):
+        last = torch.tensor([wanted.shape[1] - 1])
+        best = masked(wanted, last, circuit.mask.float(), constants).argmax(-1)
+        wanted = torch.cat((wanted, best[:, None]), 1)
+    options = {"max_new_tokens": 5, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    for cache in (True, False):
+        with ablate(model, circuit, constants):
+            made = model.bridge.generate(
+                tokens, use_past_kv_cache=cache, return_type="tokens", **options
+            )
+        assert made.tolist() == wanted.tolist()
+
+
+def test_the_model_is_itself_again_afterwards_also_after_an_error(model):
+    tokens = tokens_of(model, 2, LENGTH)
+    before = log_probs(model, tokens)
+    with (
+        pytest.raises(ZeroDivisionError),
+        ablate(model, random_circuit(model), random_constants(model, 1)),
+    ):
+        assert not torch.allclose(log_probs(model, tokens), before, atol=1e-2)
+        raise ZeroDivisionError
+    assert torch.equal(log_probs(model, tokens), before)
+
+
+@pytest.mark.parametrize("component", ["a1.h2", "a1", "m1", "m1.n5", "tok", "embed"])
+@pytest.mark.parametrize("rows", [1, 3, LENGTH])
+def test_a_component_is_replaced_as_in_component_gaps(model, component, rows):
+    site = find(component, model)
+    torch.manual_seed(2)
+    constant = torch.randn(rows, site.dim)
+    tokens = tokens_of(model, 3, LENGTH)
+    with ablate(model, {component: constant}):
+        hooked = log_probs(model, tokens)[:, -1]
+    assert torch.allclose(hooked, replaced(model, component, constant, tokens), atol=1e-4)
+
+
+def test_a_subspace_of_a_component_is_replaced(model):
+    torch.manual_seed(3)
+    part = Subspace("a1.h2", torch.randn(2, model.d_head))
+    constant = torch.randn(1, model.d_head)
+    tokens = tokens_of(model, 3, LENGTH)
+    with ablate(model, {part: constant}):
+        hooked = log_probs(model, tokens)[:, -1]
+    assert torch.allclose(hooked, replaced(model, part, constant, tokens), atol=1e-4)
+
+
+def replaced(model, component, constant, tokens):
+    """Log-probabilities by the layer-by-layer view."""
+    from oa_utils.sites import CleanPrompts
+
+    site = find(component, model)
+    last = torch.full((len(tokens),), LENGTH - 1)
+    prompts = CleanPrompts(model, tokens, last)
+    block = prompts.block(site.layer, torch.arange(len(tokens)))
+    at = torch.arange(LENGTH).clamp(max=len(constant) - 1)
+    stream = block.replaced(site, constant[at][None])
+    layer = model.layers[site.layer]
+    if site.stage == "before":
+        return model.finish(stream, site.layer, last)
+    if site.stage == "between":
+        stream = stream + layer.mlp(stream)
+    return model.finish(stream, site.layer + 1, last)
+
+
+def test_bad_calls_say_what_is_wrong(gpt2):
+    with (
+        pytest.raises(TypeError, match="a circuit needs a fill"),
+        ablate(gpt2, random_circuit(gpt2)),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"constants of a0.h0 have shape \[P, 8\]"),
+        ablate(gpt2, {"a0.h0": torch.zeros(1, 3)}),
+    ):
+        pass
