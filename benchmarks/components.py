@@ -30,9 +30,9 @@ def random_task(model: models.Model, n: int, length: int) -> Task:
     tokens[..., 0] = model.bos
     answers = tokens[1, :, 1:3]
     last = torch.full((n,), length - 1)
-    half = torch.arange(n) < n // 2
+    part = torch.where(torch.arange(n) < n // 2, 0, 2)  # train and test
     texts = ("",) * n
-    return Task("random", tokens[0], last, answers[:, :1], answers[:, 1:], half, texts, tokens[1])
+    return Task("random", tokens[0], last, answers[:, :1], answers[:, 1:], part, texts, tokens[1])
 
 
 def gpt2_small() -> models.Model:
@@ -62,7 +62,7 @@ def all_components(model: models.Model, task: Task, names: list[str]) -> None:
     """Every component under mean ablation, means and clean streams counted, nothing stored."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["OA_STORE"] = folder
-        components.component_values(model, task, names, "mean")
+        components.component_gaps(model, task, names, "mean")
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ studies behind its figures.
 
 from oa_utils import lenses, plots, stats, tasks
 from oa_utils.circuits import Circuit
-from oa_utils.components import component_gaps, component_values, optimal_constants
+from oa_utils.components import component_gaps, optimal_constants
 from oa_utils.fills import Ablation, Constants
 from oa_utils.graph import Edge, Graph
 from oa_utils.labelled import labelled_sets
@@ -47,7 +47,6 @@ __all__ = [
     "all_components",
     "choose",
     "component_gaps",
-    "component_values",
     "contexts",
     "eap",
     "eap_ig",

@@ -3,14 +3,16 @@
 
 The clean stream is computed once up to the component's layer; there only what the component changes
 is computed again; the layers above run on copies of the prompts, many components side by side, and
-the last one at last positions only. Optimal constants train through the same passes. One layer
-under one ablation is a run, so killed work goes on from there.
+the last one at last positions only. Optimal constants train through the same passes: first one for
+all positions, then, from there, those of a family with more rows. One layer under one ablation is a
+run, so killed work goes on from there.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from timeit import timeit
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -26,24 +28,30 @@ from oa_utils.fills import (
     ComponentFill,
     SiteFill,
     TaskValues,
-    constant_fill,
     find_ablation,
 )
 from oa_utils.metrics import check_metric, distance
 from oa_utils.models import Model, column
 from oa_utils.sites import BlockValues, Site, Subspace, all_components, find
-from oa_utils.store import Snapshots, at_least, frozen, with_settings
-from oa_utils.tasks import Task
+from oa_utils.store import Numbers, Snapshots, Tensors, at_least, frozen, with_settings
+from oa_utils.tasks import PARTS, Task
 from oa_utils.training import collect, fit
 
-VERSION = 1
-PARTS = ("train", "test")
+VERSION = 2
 STARTS = ("mean", "zero", "cf_mean")
 DEFAULT = ("zero", "mean", "resample", "optimal")
 GROUP = 32  # components of one layer that train side by side and are stored together
+TIMED_PROMPTS = 16  # in the passes from which the cost is told
 
 Group = tuple[Site, ...]  # components of one layer
-Key = tuple[str, str, str]  # component, ablation, family ("" where the ablation has none)
+
+
+class Job(NamedTuple):
+    """What is stored together: components of one layer under one ablation."""
+
+    group: Group
+    ablation: Ablation
+    family: str  # of constants; "" where the ablation has none
 
 
 @dataclass(frozen=True)
@@ -93,21 +101,33 @@ def ablated(
     return rearrange(logp, "(site b) vocab -> site b vocab", site=len(sites))
 
 
+class NotStored(Exception):
+    """What was asked for would have to be computed."""
+
+
+def refuse(_: Snapshots) -> Numbers:
+    raise NotStored
+
+
 class Experiment:
     """One task on one model under one metric: losses of components, and the runs that answer a
     question."""
 
-    def __init__(self, model: Model, task: Task, metric: str, settings: ComponentSettings):
+    def __init__(
+        self, model: Model, task: Task, metric: str, settings: ComponentSettings, part: str = "test"
+    ):
         check_metric(metric, task)
         task.check(model)
         self.model = model
         self.task = task
         self.metric = metric
+        # The label has an optimum of its own; the logit difference has none (it could grow without
+        # end), so there the optimal constants are those of the KL.
+        self.trained_metric = "label" if metric == "label" else "kl"
         self.settings = settings
+        self.part = part  # where gaps are measured
         self.values = TaskValues(model, task)
         self.full = cache(lambda part: self.values.part(part).log_probs(model))  # [n vocab]
-        self.stored_constants = cache(self._stored_constants)
-        self.announce = cache(lambda: None)  # before the first thing that is not stored
 
     def losses(
         self,
@@ -147,157 +167,178 @@ class Experiment:
 
     # ---- optimal constants
 
-    def starts(self, family: str, families: Sequence[str]) -> list[str]:
-        """Where constants start; those of positions also from the shared ones, if these are asked
-        for too."""
-        both = family == "position" and "shared" in families
-        return [*self.settings.starts, *(["shared"] if both else [])]
-
-    def train(
-        self, group: Group, family: str, metric: str, starts: list[str], snapshots: Snapshots
-    ) -> tuple[dict, dict[str, Tensor]]:
-        """Optimal constants of a group by name, with how each was found."""
+    def train(self, group: Group, family: str, snapshots: Snapshots) -> tuple[Numbers, Tensors]:
+        """Optimal constants of a group by name, with how each was found: from the best of the
+        starts, and of the trained shared ones where the family has more rows."""
         names = [site.name for site in group]
-        means = self.values.means(group)
-        like = {name: means[name].rows(family) for name in names}
-        candidates = []
-        for start in starts:
-            table = self._start(start, family, group, metric)
-            candidates.append([table[name].expand_as(like[name]) for name in names])
-        scales = [means[name].scale for name in names]
+        means = self.values.means(group, family=family)
+        tables = {
+            start: self.values.constants(ABLATIONS[start], family, group)
+            for start in self.settings.starts
+        }
+        if family != "shared":
+            tables["shared"] = self.constants(group, "shared").tensors
+        rows = [means[name].rows(family) for name in names]
+        candidates = [
+            [table[name].to(like).expand_as(like) for name, like in zip(names, rows, strict=True)]
+            for table in tables.values()
+        ]
 
         def losses(constants, which, rows):
-            fill = constant_fill({names[i]: constants[i] for i in which})
-            return self.losses("train", [group[i] for i in which], fill, metric, rows)
+            table = {names[i]: constants[i] for i in which}
+            fill = self.values.constant_fill(table, family, "train")
+            sites = [group[i] for i in which]
+            return self.losses("train", sites, fill, self.trained_metric, rows)
 
         n = len(self.values.part("train"))
+        scales = [means[name].scale for name in names]
         fitted = fit(candidates, scales, losses, n, self.settings, snapshots)
+        starts = list(tables)
         numbers = {
             name: {"start": starts[start], "curve": curve}
             for name, start, curve in zip(names, fitted.starts, fitted.curves, strict=True)
         }
         return numbers, dict(zip(names, fitted.constants, strict=True))
 
-    def _start(self, start: str, family: str, group: Group, metric: str) -> dict[str, Tensor]:
-        if start == "shared":
-            return self.stored_constants(group, "shared", ("shared",)).tensors
-        return self.values.constants(ABLATIONS[start], family, group)
-
-    def _stored_constants(self, group: Group, family: str, families: tuple[str, ...]):
-        """The run that trains the constants of a group.
-
-        The label metric has an optimum of its own; the logit difference has none (it could grow
-        without end), so there the optimal constants are those of the KL.
-        """
-        metric = "label" if self.metric == "label" else "kl"
-        starts = self.starts(family, families)
+    def constants(self, group: Group, family: str, compute: Callable | None = None) -> store.Result:
+        """The run that trains the constants of a group."""
         return store.run(
             "component_constants",
             self.settings,
-            lambda snapshots: self.train(group, family, metric, starts, snapshots),
+            compute or (lambda snapshots: self.train(group, family, snapshots)),
             model=self.model,
             task=self.task,
             inputs={
                 "components": [site.name for site in group],
                 "family": family,
-                "metric": metric,
-                "all_starts": starts,
+                "metric": self.trained_metric,
             },
             version=VERSION,
-            key=f"{family}_{metric}_layer={group[0].layer}",
+            key=f"{family}_{self.trained_metric}_layer={group[0].layer}",
         )
 
     # ---- gaps
 
-    def fills(
-        self,
-        group: Group,
-        ablation: Ablation,
-        family: str,
-        part: str,
-        families: tuple[str, ...],
-    ) -> list[ComponentFill]:
+    def fills(self, job: Job) -> list[ComponentFill]:
         """What an ablation puts in the components' place: one fill for each draw."""
-        if ablation.trained:
-            return [constant_fill(self.stored_constants(group, family, families).tensors)]
+        if job.ablation.trained:
+            table = self.constants(job.group, job.family).tensors
+            return [self.values.constant_fill(table, job.family, self.part)]
         first = self.settings.seed
         draws = range(first, first + self.settings.draws)
         return self.values.component_fills(
-            ablation, family, part, group, draws, self.settings.noise
+            job.ablation, job.family, self.part, job.group, draws, self.settings.noise
         )
 
-    def gaps(
-        self,
-        group: Group,
-        ablation: Ablation,
-        family: str,
-        part: str,
-        families: tuple[str, ...],
-    ) -> store.Result:
-        """The run that measures a group on a part: a row for each component, values of each
-        prompt."""
+    def measure(self, job: Job) -> tuple[Numbers, Tensors]:
+        """A row for each component of a job, and the values of each prompt."""
+        n = len(self.values.part(self.part))
+        fills = self.fills(job)  # may train
+        with torch.no_grad():
+            draws = [
+                collect(self.losses(self.part, job.group, fill, self.metric), len(job.group), n)
+                for fill in fills
+            ]
+        values = torch.stack(draws).mean(0)
+        rows = []
+        for site, value in zip(job.group, values, strict=True):
+            gap, se = stats.mean_se(value)
+            place = {"component": site.name, "layer": site.layer, "kind": site.kind}
+            way = {"ablation": str(job.ablation), "family": job.family}
+            rows.append({**place, **way, "gap": gap, "se": se, "n": n})
+        return {"rows": rows}, {"values": values}
 
-        def compute(_: Snapshots):
-            self.announce()
-            n = len(self.values.part(part))
-            fills = self.fills(group, ablation, family, part, families)  # may train
-            with torch.no_grad():
-                draws = [
-                    collect(self.losses(part, group, fill, self.metric), len(group), n)
-                    for fill in fills
-                ]
-            values = torch.stack(draws).mean(0)
-            rows = []
-            for site, value in zip(group, values, strict=True):
-                gap, se = stats.mean_se(value)
-                place = {"component": site.name, "layer": site.layer, "kind": site.kind}
-                way = {"ablation": str(ablation), "family": family}
-                rows.append({**place, **way, "gap": gap, "se": se, "n": n})
-            return {"rows": rows}, {"values": values}
-
-        inputs = {
-            "components": [site.name for site in group],
-            "ablation": str(ablation),
-            "family": family,
-            "part": part,
-            "metric": self.metric,
-        }
-        if ablation.trained:
-            inputs["all_starts"] = self.starts(family, families)
-        words = [ablation, family, self.metric, part, f"layer={group[0].layer}"]
+    def gaps(self, job: Job, compute: Callable | None = None) -> store.Result:
+        """The run that measures a job."""
+        words = [job.ablation, job.family, self.metric, self.part, f"layer={job.group[0].layer}"]
         return store.run(
             "single_components",
             self.settings,
-            compute,
+            compute or (lambda _: self.measure(job)),
             model=self.model,
             task=self.task,
-            inputs=inputs,
+            inputs={
+                "components": [site.name for site in job.group],
+                "ablation": str(job.ablation),
+                "family": job.family,
+                "part": self.part,
+                "metric": self.metric,
+            },
             version=VERSION,
             key="_".join(word for word in words if word),
         )
 
-    def tell_cost(
-        self,
-        sites: Sequence[Site],
-        ablations: Sequence[Ablation],
-        families: Sequence[str],
-        part: str,
-    ) -> None:
-        """What all of it costs at most, from one clean forward."""
-        n = len(self.values.part(part))
-        n_train = len(self.values.part("train"))
+    # ---- cost
+
+    def is_stored(self, run: Callable[..., store.Result], *asked: object) -> bool:
+        try:
+            run(*asked, compute=refuse)
+        except NotStored:
+            return False
+        return True
+
+    def tell_cost(self, jobs: Sequence[Job]) -> None:
+        """What the jobs that are not stored will take, from timed passes through the lowest and the
+        highest layer that they need."""
+        jobs = [job for job in jobs if not self.is_stored(self.gaps, job)]
+        if not jobs:
+            return
+        groups = [job.group for job in jobs]
+        ends = {group[0].layer: group for group in (groups[0], groups[-1])}
+        timed = {layer: self._seconds(group) for layer, group in ends.items()}
         s = self.settings
-        second = timeit(lambda: self.full(part), number=1) / n
-        prompts = 0.0
-        for ablation in ablations:
-            several = s.draws if ablation.random else len(families) if ablation.families else 1
-            prompts += several * n
-            if ablation.trained:
-                step = 2 * (s.batch or n_train) + n_train / s.look_every
-                prompts += several * s.steps * step
-        depth = sum(1 - site.layer / self.model.n_layers for site in sites)
-        cost = machine.estimate(second, int(prompts * depth), "prompts")
-        machine.announce(f"{len(sites)} components: at most {cost}; what is done is kept")
+        n = len(self.values.part(self.part))
+        n_train = len(self.values.part("train"))
+        trainings: dict[tuple[Group, str], int] = {}  # how many looks at starts each needs
+        total = 0.0
+        for job in jobs:
+            copies = n * len(job.group) * (s.draws if job.ablation.random else 1)
+            total += copies * _at(timed, job.group[0].layer)[0]
+            if job.ablation.trained:
+                needs = ["shared"] if job.family == "shared" else ["shared", job.family]
+                trainings |= {(job.group, family): len(s.starts) for family in needs}
+        for (group, family), starts in trainings.items():
+            if self.is_stored(self.constants, group, family):
+                continue
+            forward, step = _at(timed, group[0].layer)
+            looks = n_train * (starts + (family != "shared") + s.steps / s.look_every)
+            total += len(group) * (looks * forward + s.steps * (s.batch or n_train) * step)
+        n_sites = len({site.name for group in groups for site in group})
+        machine.announce(
+            f"{n_sites} components: about {machine.duration(total)} for what is not stored yet, if "
+            "no constant stops early; what is done is kept"
+        )
+
+    def _seconds(self, group: Group) -> tuple[float, float]:
+        """Of one prompt with one component of a group ablated: forward, and with gradients."""
+        rows = torch.arange(min(TIMED_PROMPTS, len(self.values.part("train"))))
+        table = {
+            name: constant.clone().requires_grad_()
+            for name, constant in self.values.constants(ABLATIONS["zero"], "", group).items()
+        }
+        fill = self.values.constant_fill(table, "", "train")
+
+        def once(backward: bool) -> float:
+            began = time.perf_counter()
+            with torch.set_grad_enabled(backward):
+                for _, _, value in self.losses("train", group, fill, self.trained_metric, rows):
+                    if backward:
+                        value.sum().backward()
+            return (time.perf_counter() - began) / (len(rows) * len(group))
+
+        once(False)  # clean streams are computed once
+        return min(once(False), once(False)), min(once(True), once(True))
+
+
+def _at(timed: dict[int, tuple[float, float]], layer: int) -> tuple[float, float]:
+    """Seconds at a layer, on the line between those of two layers."""
+    low, high = min(timed), max(timed)
+    share = (layer - low) / max(1, high - low)
+    forward, step = (
+        (1 - share) * one + share * other
+        for one, other in zip(timed[low], timed[high], strict=True)
+    )
+    return forward, step
 
 
 def groups_of(sites: Sequence[Site]) -> list[Group]:
@@ -335,18 +376,26 @@ def _sites(model: Model, components: Sequence[str | Subspace] | None) -> list[Si
     return sites
 
 
-def _measure(
+@with_settings
+def component_gaps(
     model: Model,
     task: Task,
-    components: Sequence[str | Subspace] | str | Subspace | None,
-    ablations: Sequence[str] | str,
-    families: Sequence[str] | str,
-    metric: str,
-    part: str,
+    components: Sequence[str | Subspace] | str | Subspace | None = None,
+    ablations: Sequence[str] | str = DEFAULT,
+    families: Sequence[str] | str = ("position",),
+    metric: str = "kl",
+    part: str = "test",
+    each: bool = False,
+    *,
     settings: ComponentSettings,
-) -> dict[Key, tuple[dict, Float[Tensor, " n"]]]:
-    """Row of the table and values of every prompt, by component, ablation and family, in the order
-    asked for."""
+) -> pd.DataFrame:
+    """The gap that each ablation of each component opens: columns component layer kind ablation
+    family gap se n, and with `each` the gaps of all prompts of the part as tensors.
+
+    No components: every head and MLP. Constants come from the train part, whatever the part that is
+    measured. `families` (see `PositionMeans.rows`) are of mean, cf_mean and optimal. Other settings
+    as in `ComponentSettings`.
+    """
     sites = _sites(model, components)
     rules = [find_ablation(name) for name in _listed(ablations)]
     families = tuple(_listed(families))
@@ -357,63 +406,24 @@ def _measure(
     starts = [find_ablation(start) for start in settings.starts] if trained else []
     for rule in [*rules, *starts]:
         rule.check(task)
-    experiment = Experiment(model, task, metric, settings)
-    experiment.announce = cache(lambda: experiment.tell_cost(sites, rules, families, part))
-    upwards = [family for family in reversed(FAMILIES) if family in families]  # shared ones first
+    for needed in {"train", part}:
+        getattr(task, needed)  # raises where a part is empty
+    experiment = Experiment(model, task, metric, settings, part)
     jobs = [
-        (group, rule, family)
+        Job(group, rule, family)
         for group in groups_of(sites)
         for rule in rules
-        for family in (upwards if rule.families else [""])
+        for family in (families if rule.families else [""])
     ]
-    answers: dict[Key, tuple[dict, Tensor]] = {}
-    for group, rule, family in machine.progress(jobs, desc=f"{len(sites)} components"):
-        result = experiment.gaps(group, rule, family, part, families)
-        rows = result.numbers["rows"]
-        for site, row, values in zip(group, rows, result.tensors["values"], strict=True):
-            answers[site.name, str(rule), family] = (row, values)
+    experiment.tell_cost(jobs)
+    rows: dict[tuple[str, str, str], dict] = {}
+    for job in machine.progress(jobs, desc=f"{len(sites)} components"):
+        result = experiment.gaps(job)
+        for row, values in zip(result.numbers["rows"], result.tensors["values"], strict=True):
+            key = (row["component"], row["ablation"], row["family"])
+            rows[key] = row | ({"each": values} if each else {})
     order = [(s.name, str(rule), f) for s in sites for rule in rules for f in ("", *families)]
-    return {key: answers[key] for key in order if key in answers}
-
-
-@with_settings
-def component_values(
-    model: Model,
-    task: Task,
-    components: Sequence[str | Subspace] | str | Subspace | None = None,
-    ablations: Sequence[str] | str = DEFAULT,
-    families: Sequence[str] | str = ("position",),
-    metric: str = "kl",
-    part: str = "test",
-    *,
-    settings: ComponentSettings,
-) -> dict[Key, Float[Tensor, " n"]]:
-    """The gap of each prompt of a part, by (component, ablation, family); family is "" where an
-    ablation has none.
-
-    No components: every head and MLP. Constants come from the train part; with both families, those
-    of `position` start from the shared ones too. Other settings as in `ComponentSettings`.
-    """
-    answers = _measure(model, task, components, ablations, families, metric, part, settings)
-    return {key: values for key, (_, values) in answers.items()}
-
-
-@with_settings
-def component_gaps(
-    model: Model,
-    task: Task,
-    components: Sequence[str | Subspace] | str | Subspace | None = None,
-    ablations: Sequence[str] | str = DEFAULT,
-    families: Sequence[str] | str = ("position",),
-    metric: str = "kl",
-    part: str = "test",
-    *,
-    settings: ComponentSettings,
-) -> pd.DataFrame:
-    """`component_values` as mean and standard error: columns component layer kind ablation family
-    gap se n."""
-    answers = _measure(model, task, components, ablations, families, metric, part, settings)
-    return pd.DataFrame([row for row, _ in answers.values()])
+    return pd.DataFrame([rows[key] for key in order if key in rows])
 
 
 @with_settings
@@ -423,7 +433,6 @@ def optimal_constants(
     components: Sequence[str | Subspace] | str | Subspace | None = None,
     family: str = "position",
     metric: str = "kl",
-    families: Sequence[str] | str | None = None,
     *,
     settings: ComponentSettings,
 ) -> dict[str, tuple[Float[Tensor, "P dim"], dict]]:
@@ -431,17 +440,15 @@ def optimal_constants(
     curve}.
 
     Position i takes row min(i, P−1); the curve is a list of (step, gap on the train part).
-    `families`: those that were asked for together, if more than this one.
     """
     sites = _sites(model, components)
     _choose("family", [family], FAMILIES)
     for start in settings.starts:
         find_ablation(start).check(task)
     experiment = Experiment(model, task, metric, settings)
-    together = tuple(_listed(family if families is None else families))
     answers = {}
     for group in machine.progress(groups_of(sites), desc=f"{len(sites)} constants"):
-        result = experiment.stored_constants(group, family, together)
+        result = experiment.constants(group, family)
         for name, constant in result.tensors.items():
             answers[name] = (constant, result.numbers[name])
     return {site.name: answers[site.name] for site in sites}

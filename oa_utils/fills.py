@@ -9,6 +9,7 @@ prompts whose values are used, or noise on top of the value; both forms follow f
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from oa_utils.tasks import Task
 if TYPE_CHECKING:
     from oa_utils.masked import MaskedModel
 
-FAMILIES = ("position", "shared")  # of constants: one for each position, or one for all
+# of constants: one for each position that all prompts have, one for all positions, one for each
+# position that some prompt has, one for each position counted from the last token
+FAMILIES = ("position", "shared", "by_position", "from_end")
 # the shared mean leaves out earlier positions, as in the paper, where prompts are long enough
 FIRST_SHARED = 9
 KEPT_BYTES = 5e8  # of activations that a search keeps and does not compute anew in every step
@@ -77,11 +80,11 @@ class Activations(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class PositionMeans:
     """A component's mean at each position that some prompt has, how many prompts have it, and its
-    spread."""
+    spread; positions count from BOS, or from the last token backwards."""
 
     count: Int[Tensor, " pos"]
     mean: Float[Tensor, "pos dim"]
-    std: Float[Tensor, " dim"]  # over prompts and positions from 1 on
+    std: Float[Tensor, " dim"]  # over prompts and positions, BOS left out
 
     @property
     def common_end(self) -> int:
@@ -102,20 +105,32 @@ class PositionMeans:
     def rows(self, family: str) -> Float[Tensor, "P dim"]:
         """Constants, of which position i takes row min(i, P−1).
 
-        `position`: own means up to the last position that every prompt has, where one row is pooled
-        from all that is there or behind, so that no row tells a prompt by its length. `shared`: one
-        row, of positions from 9 on (as in the paper; from 1 where some prompt ends by then).
+        `position` and `from_end`: own means up to the last position that every prompt has, where
+        one row is pooled from all that is there or behind, so that no row tells a prompt by its
+        length. `by_position`: own means wherever some prompt is. `shared`: one row, of positions
+        from 9 on (as in the paper; from 1 where some prompt ends by then).
         """
         end = self.common_end
         if family == "shared":
             return self.pooled(FIRST_SHARED if end > FIRST_SHARED else 1)
+        if family == "by_position":
+            return self.mean
+        if family == "position" and self.count[-1] < self.count[0]:
+            warnings.warn(
+                f"prompts of different lengths: constants of family 'position' are one for each "
+                f"position up to {end - 1} and one for all from {end} on, where the shortest "
+                "prompt ends; 'by_position' has one for each, 'from_end' counts from the end",
+                stacklevel=2,
+            )
         return torch.cat([self.mean[:end], self.pooled(end)])
 
 
 @torch.no_grad()
-def layer_means(prompts: CleanPrompts, sites: Sequence[Site]) -> dict[str, PositionMeans]:
+def layer_means(
+    prompts: CleanPrompts, sites: Sequence[Site], from_end: bool = False
+) -> dict[str, PositionMeans]:
     """Means of components of one layer, added up over the positions that are part of a prompt."""
-    longest = int(prompts.last.max()) + 1
+    longest = int(prompts.last.max()) + 1 - from_end  # BOS has no place when counting from the end
     device = prompts.last.device
     count = torch.zeros(longest, dtype=torch.int64, device=device)
     sums = {
@@ -124,16 +139,22 @@ def layer_means(prompts: CleanPrompts, sites: Sequence[Site]) -> dict[str, Posit
     }
     for rows in prompts.chunks(prompts.pass_rows):
         block = prompts.block(sites[0].layer, rows)
-        length = block.before.shape[1]
-        inside = torch.arange(length, device=device) <= prompts.last[rows, None]
+        length = block.before.shape[1] - from_end
+        last = prompts.last[rows, None]
+        places = torch.arange(length, device=device).expand(len(rows), -1)
+        if from_end:
+            places = last - places
+        inside = (places <= last) & (places >= from_end)
         count[:length] += inside.sum(0)
         for site in sites:
-            value = block.value(site).double() * inside[..., None]
+            value = block.value(site).take_along_dim(places.clamp(min=0)[..., None], 1)
+            value = value.double() * inside[..., None]
             sums[site.name][:, :length] += torch.stack([value.sum(0), value.square().sum(0)])
     means = {}
-    n = count[1:].sum()
+    first = 0 if from_end else 1
+    n = count[first:].sum()
     for name, (total, squares) in sums.items():
-        variance = squares[1:].sum(0) / n - (total[1:].sum(0) / n).square()
+        variance = squares[first:].sum(0) / n - (total[first:].sum(0) / n).square()
         std = variance.clamp(min=0).sqrt().float()
         means[name] = PositionMeans(count, (total / count[:, None]).float(), std)
     return means
@@ -284,17 +305,19 @@ class TaskValues:
             tokens = rule.prompts(task, torch.arange(len(task)), draw)
         return CleanPrompts(self.model, tokens, task.last)
 
-    def means(self, sites: Sequence[Site], source: str = "prompts") -> dict[str, PositionMeans]:
-        """Means over the train part, of components of one layer."""
+    def means(
+        self, sites: Sequence[Site], source: str = "prompts", family: str = "position"
+    ) -> dict[str, PositionMeans]:
+        """Means over the train part, of components of one layer, in a family's order."""
         rule = None if source == "prompts" else ABLATIONS["counterfactual"]
-        return layer_means(self.prompts("train", rule), sites)
+        return layer_means(self.prompts("train", rule), sites, family == "from_end")
 
     def constants(
         self, ablation: Ablation, family: str, sites: Sequence[Site]
     ) -> dict[str, Float[Tensor, "P dim"]]:
         """An ablation's constants for components of one layer, by name (of trained ones: the
         start)."""
-        measured = cache(lambda source: self.means(sites, source))
+        measured = cache(lambda source: self.means(sites, source, family))
         return {
             site.name: ablation.constants(
                 site, self.model, lambda source, site=site: measured(source)[site.name], family
@@ -320,18 +343,26 @@ class TaskValues:
             return [noise_fill(std, noise, (shape[0], shape[1]), seed) for seed in draws]
         if ablation.prompts:
             return [activation_fill(self.prompts(part, ablation, draw)) for draw in draws]
-        return [constant_fill(self.constants(ablation, family, sites))]
+        return [self.constant_fill(self.constants(ablation, family, sites), family, part)]
 
+    def constant_fill(
+        self, table: dict[str, Float[Tensor, "P dim"]], family: str, part: str
+    ) -> ComponentFill:
+        """Constants of a family in the prompts of a part: position i takes row min(i, P−1), and i
+        counts from the last token where the family does."""
+        last = self.part(part).last if family == "from_end" else None
 
-def constant_fill(table: dict[str, Float[Tensor, "P dim"]]) -> ComponentFill:
-    """The same rows for every prompt: position i takes row min(i, P−1)."""
+        def at(layer: int, rows: Tensor) -> SiteFill:
+            def fill(site: Site, value: Tensor) -> Tensor:
+                constants = table[site.name].to(value.device)
+                places = torch.arange(value.shape[1])[None]
+                if last is not None:
+                    places = last[rows, None] - places
+                return constants[places.clamp(0, len(constants) - 1).to(value.device)]
 
-    def fill(site: Site, value: Tensor) -> Tensor:
-        rows = table[site.name].to(value.device)
-        positions = torch.arange(value.shape[1], device=rows.device)
-        return rows[positions.clamp(max=len(rows) - 1)][None]
+            return fill
 
-    return lambda layer, rows: fill
+        return at
 
 
 def activation_fill(prompts: CleanPrompts) -> ComponentFill:

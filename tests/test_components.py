@@ -12,10 +12,13 @@ import torch
 from conftest import random_gpt2, random_llama
 
 from oa_utils import components, machine, models, stats, tasks
-from oa_utils.components import component_gaps, component_values, optimal_constants
-from oa_utils.fills import ABLATIONS, FAMILIES, TaskValues, layer_means
+from oa_utils.components import component_gaps, optimal_constants
+from oa_utils.fills import ABLATIONS, TaskValues, layer_means
 from oa_utils.metrics import distance
 from oa_utils.sites import CleanPrompts, Subspace, find
+
+FAMILIES = ["position", "shared"]
+pytestmark = pytest.mark.filterwarnings("ignore:prompts of different lengths")
 
 QUICK = {"steps": 30, "batch": 0, "look_every": 10}
 EVERY = ["a1.h2", "m1", "a1", "m1.n17", "tok", "a0.h1", "m0", "a2.h3", "m2", "a2", "m2.n7"]
@@ -53,6 +56,12 @@ def empty_store(tmp_path, monkeypatch):
     """A function that goes on with an empty store."""
     count = iter(range(99))
     return lambda: monkeypatch.setenv("OA_STORE", str(tmp_path / f"store{next(count)}"))
+
+
+def component_values(*asked, **settings):
+    """The gap of each prompt, by (component, ablation, family)."""
+    table = component_gaps(*asked, **settings, each=True)
+    return {(row.component, row.ablation, row.family): row.each for row in table.itertuples()}
 
 
 def means_of(model, task, site):
@@ -274,7 +283,7 @@ def test_constants_and_curves_can_be_had_and_are_those_that_were_measured(gpt2, 
     for name, (constant, history) in trained.items():
         steps, gaps = zip(*history["curve"], strict=True)
         assert steps[:2] == (0, 10)
-        assert history["start"] in ("mean", "zero")
+        assert history["start"] in ("mean", "zero", "shared")
         measured = values[name, "optimal", "position"].mean().item()
         assert measured == pytest.approx(min(gaps), abs=1e-6)
         hooked = by_hooks(gpt2, task.train, name, constant).mean().item()
@@ -283,16 +292,18 @@ def test_constants_and_curves_can_be_had_and_are_those_that_were_measured(gpt2, 
     assert shared["m1"][0].shape == (1, 32)
 
 
-def test_constants_asked_for_with_both_families_are_those_of_the_table(gpt2, task, monkeypatch):
-    """Those of positions start from the shared ones too, where both are asked for."""
-    component_gaps(gpt2, task, ["m1"], ["optimal"], FAMILIES, **QUICK)
+def test_constants_of_positions_start_from_the_trained_shared_ones(gpt2, task, monkeypatch):
+    """They begin where those ended, or from better; and the table takes what was trained before."""
+    quick = {**QUICK, "steps": 40, "lr": 0.3}
+    names = ["m1", "a1.h2", "m2", "a2.h3"]
+    shared = optimal_constants(gpt2, task, names, "shared", **quick)
+    trained = optimal_constants(gpt2, task, names, "position", **quick)
+    assert "shared" in {how["start"] for _, how in trained.values()}
+    for name, (_, how) in trained.items():
+        assert how["start"] in ("mean", "zero", "shared")
+        assert how["curve"][0][1] <= min(gap for _, gap in shared[name][1]["curve"]) + 1e-6
     monkeypatch.setattr(components.Experiment, "train", lambda *given: pytest.fail("trained again"))
-    both = {"families": FAMILIES, **QUICK}
-    constant, history = optimal_constants(gpt2, task, ["m1"], "position", **both)["m1"]
-    assert history["start"] in ("mean", "zero", "shared")
-    assert constant.shape[1] == 32
-    with pytest.raises(pytest.fail.Exception):
-        optimal_constants(gpt2, task, ["m1"], "position", **QUICK)
+    component_gaps(gpt2, task, names, ["optimal"], FAMILIES, **quick)
 
 
 def test_the_label_metric_trains_on_labels_and_the_logit_difference_on_kl(gpt2, task):
@@ -328,7 +339,7 @@ def test_the_table_has_the_agreed_columns_and_one_row_for_each_ablation(gpt2, ta
 
 
 def test_the_signature_shows_every_setting():
-    for function in (component_gaps, component_values, optimal_constants):
+    for function in (component_gaps, optimal_constants):
         parameters = inspect.signature(function).parameters
         assert {"model", "task", "components", "steps", "lr", "look_every", "seed"} <= {*parameters}
         assert "settings" not in parameters
@@ -346,17 +357,18 @@ def test_what_was_killed_goes_on_with_the_next_layer_and_ends_with_the_same_numb
     train = components.Experiment.train
     started = []
 
-    def killed_at_the_second(self, group, *args):
-        started.append(group[0].layer)
-        if len(started) == 2:
+    def killed_at_the_fourth(self, group, family, snapshots):
+        started.append((group[0].layer, family))
+        if len(started) == 4:
             raise KeyboardInterrupt
-        return train(self, group, *args)
+        return train(self, group, family, snapshots)
 
-    monkeypatch.setattr(components.Experiment, "train", killed_at_the_second)
+    monkeypatch.setattr(components.Experiment, "train", killed_at_the_fourth)
     with pytest.raises(KeyboardInterrupt):
         component_values(*asked, **quick)
     resumed = component_values(*asked, **quick)
-    assert started == [0, 1, 1, 2]
+    first = [(0, "position"), (0, "shared"), (1, "position"), (1, "shared")]
+    assert started == [*first, *first[2:], (2, "position"), (2, "shared")]
     assert all(torch.equal(resumed[key], want[key]) for key in want)
     monkeypatch.setattr(components.Experiment, "losses", lambda *given: pytest.fail("again"))
     again = component_values(*asked, **quick)
@@ -391,11 +403,46 @@ def test_the_cost_is_announced_once_before_anything_long(gpt2, task, monkeypatch
     announced = []
     monkeypatch.setattr(machine, "announce", announced.append)
     component_gaps(gpt2, task, ["m1", "m2"], ["mean", "optimal"], **QUICK)
-    assert len(announced) == 1
-    assert "2 components" in announced[0]
-    assert "at most" in announced[0]
+    [line] = announced
+    assert "2 components: about" in line
     component_gaps(gpt2, task, ["m1", "m2"], ["mean", "optimal"], **QUICK)
     assert len(announced) == 1, "what is stored costs nothing"
+
+
+def test_the_cost_counts_every_pass_that_is_not_stored(gpt2, task, monkeypatch):
+    """With a second for a forward and ten for a step the cost is counted by hand."""
+    told = []
+    monkeypatch.setattr(components.Experiment, "_seconds", lambda self, group: (1.0, 10.0))
+    monkeypatch.setattr(machine, "duration", lambda seconds: told.append(seconds) or "")
+    n, n_train = len(task.test), len(task.train)
+    settings = {"steps": 20, "look_every": 10, "batch": 4, "draws": 3}
+    training = n_train * (2 + 2) + 20 * 4 * 10
+    asked = (gpt2, task, ["m1", "m2"])
+    component_gaps(*asked, ["resample", "optimal"], "shared", **settings)
+    assert told.pop() == 2 * (3 * n + n + training)
+    component_gaps(*asked, ["resample", "optimal"], FAMILIES, **settings)
+    assert told.pop() == 2 * (n + training + n_train), "constants of positions look at one more"
+    component_gaps(*asked, ["optimal"], FAMILIES, part="train", **settings)
+    assert told.pop() == 2 * 2 * n_train, "the constants are stored"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gives_the_gaps_of_single_precision(task, tokenizer, dtype):
+    def rounded(kept_as):
+        hf = random_gpt2(tokenizer=tokenizer, initializer_range=0.25)
+        return models.wrap(hf.to(dtype).to(kept_as), tokenizer, name=f"kept-as-{kept_as}")
+
+    half = rounded(dtype)
+    full = rounded(torch.float32)
+    assert half.dtype == dtype
+    names = ["a1", "m1", "m2", "a0.h1"]
+    ablations = ["zero", "mean", "resample", "optimal"]
+    want = component_gaps(full, task, names, ablations, **QUICK)
+    table = component_gaps(half, task, names, ablations, **QUICK, each=True)
+    assert table.gap.tolist() == pytest.approx(want.gap.tolist(), rel=0.02)
+    assert min(each.min() for each in table.each) > -1e-4
+    constants = optimal_constants(half, task, names, **QUICK)
+    assert all(constant.dtype == torch.float32 for constant, _ in constants.values())
 
 
 # ---- bad input
@@ -412,12 +459,15 @@ def test_the_cost_is_announced_once_before_anything_long(gpt2, task, monkeypatch
         ({"families": ["token"]}, "family 'token'.*position, shared"),
         ({"families": []}, "no family.*position, shared"),
         ({"metric": "accuracy"}, "metric 'accuracy'.*kl, label"),
-        ({"part": "all"}, "part 'all'.*train, test"),
+        ({"part": "all"}, "part 'all'.*train, validation, test"),
         ({"starts": ["nowhere"]}, "start 'nowhere'.*mean, zero, cf_mean"),
         ({"starts": []}, "starts must be at least 1"),
         ({"draws": 0}, "draws must be at least 1"),
         ({"look_every": 0}, "look_every must be at least 1"),
         ({"steps": -1}, "steps must be at least 0"),
+        ({"lr": -0.1}, "lr must be at least 0"),
+        ({"batch": -1}, "batch must be at least 0"),
+        ({"noise": -1.0}, "noise must be at least 0"),
         ({"ablations": ["counterfactual"], "bare": True}, "no counterfactual"),
         ({"ablations": ["cf_mean"], "bare": True}, "no counterfactual"),
         ({"ablations": ["optimal"], "starts": ["cf_mean"], "bare": True}, "no counterfactual"),

@@ -6,13 +6,12 @@ import torch
 
 from oa_utils import machine, stats, tasks
 from oa_utils.circuits import Circuit
-from oa_utils.components import component_gaps, component_values
+from oa_utils.components import component_gaps
 from oa_utils.fills import (
     ABLATIONS,
     Ablation,
     PositionMeans,
     TaskValues,
-    constant_fill,
     edge_fill,
     find_ablation,
     layer_means,
@@ -22,6 +21,8 @@ from oa_utils.masked import MaskedModel
 from oa_utils.search import gap, sweep
 from oa_utils.sites import CleanPrompts, Site, find
 
+pytestmark = pytest.mark.filterwarnings("ignore:prompts of different lengths")
+
 KINDS = ["a1.h2", "a0", "m1", "m2.n17", "tok", "embed"]
 TOTAL = {"zero", "mean", "resample", "cf_mean", "optimal"}
 
@@ -29,6 +30,12 @@ TOTAL = {"zero", "mean", "resample", "cf_mean", "optimal"}
 @pytest.fixture
 def task(model):
     return tasks.ioi(model, 24, seed=1)
+
+
+def component_values(*asked, **settings):
+    """The gap of each prompt, by (component, ablation, family)."""
+    table = component_gaps(*asked, **settings, each=True)
+    return {(row.component, row.ablation, row.family): row.each for row in table.itertuples()}
 
 
 # ---- means
@@ -121,11 +128,80 @@ def test_the_zero_of_a_head_is_its_value_bias(gpt2):
     assert not zero["tok"].any()
 
 
-def test_constants_give_position_i_row_i_and_the_last_row_to_all_behind():
+def test_constants_give_position_i_row_i_and_the_last_row_to_all_behind(gpt2):
     site = Site("m0", "mlp", "mlp", 0, slice(0, 2))
     rows = torch.arange(6.0).view(3, 2)
-    fill = constant_fill({"m0": rows})(0, torch.arange(4))
+    values = TaskValues(gpt2, tasks.ioi(gpt2, 8))
+    fill = values.constant_fill({"m0": rows}, "position", "train")(0, torch.arange(4))
     assert torch.equal(fill(site, torch.zeros(4, 5, 2))[0], rows[[0, 1, 2, 2, 2]])
+
+
+# ---- prompts of different lengths
+
+
+def of_two_lengths(model):
+    """Prompts of four and six tokens behind BOS; everything but the last word is one word."""
+    word, *endings = [word for word in model.tokenizer.get_vocab() if word.isalpha()][:17]
+    prompts = [" ".join([word] * (3 + 2 * (i % 2)) + [ending]) for i, ending in enumerate(endings)]
+    task = tasks.Task.from_text(model, prompts, [f" {endings[0]}"] * len(prompts))
+    assert task.train.last.unique().tolist() == task.test.last.unique().tolist() == [4, 6]
+    return task
+
+
+def test_pooled_positions_are_warned_of_and_other_families_are_not_pooled(gpt2):
+    task = of_two_lengths(gpt2)
+    train = task.train
+    site = find("m0", gpt2)
+    prompts = CleanPrompts(gpt2, train.tokens, train.last)
+    value = prompts.block(0, torch.arange(len(train))).value(site)
+    long = train.last == 6
+    means = layer_means(prompts, [site])["m0"]
+    with pytest.warns(UserWarning, match="up to 3 and one for all from 4 on"):
+        assert len(means.rows("position")) == 5
+    by_position = means.rows("by_position")
+    assert len(by_position) == 7
+    torch.testing.assert_close(by_position[4], value[:, 4].mean(0), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(by_position[6], value[long, 6].mean(0), atol=1e-5, rtol=1e-4)
+    from_end = layer_means(prompts, [site], from_end=True)["m0"].rows("from_end")
+    assert len(from_end) == 4, "the shortest prompt has four tokens behind BOS"
+    ends = torch.where(long[:, None], value[:, 6], value[:, 4])
+    torch.testing.assert_close(from_end[0], ends.mean(0), atol=1e-5, rtol=1e-4)
+    firsts = [value[i, 1 : last - 2] for i, last in enumerate(train.last)]
+    torch.testing.assert_close(from_end[3], torch.cat(firsts).mean(0), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["by_position", "from_end"])
+def test_families_put_their_rows_where_they_count_from(gpt2, family):
+    """m0 replaced by hand; and trained constants are no worse than where they started."""
+    task = of_two_lengths(gpt2)
+    values = TaskValues(gpt2, task)
+    rows = values.constants(ABLATIONS["mean"], family, [find("m0", gpt2)])["m0"]
+    test = task.test
+
+    def edit(site, layer, value):
+        if (site, layer) != ("mlp", 0):
+            return value
+        places = torch.arange(value.shape[1]).expand(len(test), -1)
+        if family == "from_end":
+            places = test.last[:, None] - places
+        filled = rows[places.clamp(0, len(rows) - 1)]
+        return torch.cat([value[:, :1], filled[:, 1:]], 1)
+
+    with torch.no_grad():
+        want = stats.kl(test.log_probs(gpt2), gpt2(test.tokens, test.last, edit))
+    each = component_values(gpt2, task, ["m0"], ["mean"], family)["m0", "mean", family]
+    assert want.mean() > 1e-4
+    torch.testing.assert_close(each, want, atol=1e-5, rtol=1e-3)
+    both = component_gaps(
+        gpt2, task, ["m0"], ["mean", "optimal"], family, part="train", steps=6, look_every=3
+    ).set_index("ablation")
+    assert both.gap["optimal"] <= both.gap["mean"] + 1e-6
+
+
+def test_prompts_of_one_length_are_not_warned_of(gpt2, recwarn):
+    means = PositionMeans(torch.tensor([4, 4, 4]), torch.rand(3, 2), torch.ones(2))
+    assert torch.equal(means.rows("position"), means.rows("by_position"))
+    assert not len(recwarn)
 
 
 def test_noise_has_the_asked_spread_and_does_not_depend_on_the_batch(model):
