@@ -406,7 +406,7 @@ def component_gaps(
     starts = [find_ablation(start) for start in settings.starts] if trained else []
     for rule in [*rules, *starts]:
         rule.check(task)
-    for needed in {"train", part}:
+    for needed in (part, "train"):
         getattr(task, needed)  # raises where a part is empty
     experiment = Experiment(model, task, metric, settings, part)
     jobs = [
