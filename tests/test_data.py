@@ -261,7 +261,9 @@ def test_every_labelled_set_has_a_source_that_is_whole():
 
 def test_readme_states_the_size_of_every_file():
     readme = (DATA / "README.md").read_text(encoding="utf-8")
-    for path in ["facts.csv", *(f"labelled/{name}.csv" for name in LABELS)]:
+    examples = sorted(path.relative_to(DATA).as_posix() for path in DATA.glob("examples/*.csv"))
+    assert len(examples) == 4
+    for path in ["facts.csv", *(f"labelled/{name}.csv" for name in LABELS), *examples]:
         row = next(line for line in readme.splitlines() if line.startswith(f"| `{path}`"))
         assert f"{len(read(path)):,}" in row, path
     sources = json.loads((DATA / "labelled/sources.json").read_text("utf-8"))
