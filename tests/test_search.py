@@ -698,13 +698,13 @@ def test_signatures_name_what_users_write():
         (lambda m, t: ugs(m, t, level="head"), "level is one of edge, vertex"),
         (lambda m, t: ugs(m, t, window=3.0), "at most 2"),
         (lambda m, t: ugs(m, t, pruning="maybe"), "pruning is one of"),
-        (lambda m, t: ugs(m, t, steps=0), "steps must be at least 1"),
-        (lambda m, t: acdc(m, t, prompts=0), "prompts must be at least 1"),
+        (lambda m, t: ugs(m, t, steps=0), "steps must be a whole number, at least 1"),
+        (lambda m, t: acdc(m, t, prompts=0), "prompts must be a whole number, at least 1"),
         (lambda m, t: ugs(m, replace(t, counterfactual=None), "cf_mean"), "no counterfactual"),
         (lambda m, t: eap(m, replace(t, counterfactual=None)), "no counterfactual"),
         (lambda m, t: eap(m, replace(t, wrong=-torch.ones_like(t.wrong))), "right.*wrong.*masks"),
         (lambda m, t: eap_ig(m, t, path="none"), "path is one of inputs, masks"),
-        (lambda m, t: eap_ig(m, t, points=0), "points must be at least 1"),
+        (lambda m, t: eap_ig(m, t, points=0), "points must be a whole number, at least 1"),
     ],
 )
 def test_bad_requests_are_refused_before_any_work(planted, task, monkeypatch, call, words):

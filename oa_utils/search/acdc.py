@@ -20,14 +20,16 @@ from oa_utils.circuits import Circuit
 from oa_utils.fills import edge_fill, find_ablation
 from oa_utils.masked import MaskedModel
 from oa_utils.search.shared import (
+    Method,
     batch_of,
     check_price,
     check_search,
     kept_edges,
     spans,
     stored_circuit,
+    whole,
 )
-from oa_utils.store import Snapshots, at_least, with_settings
+from oa_utils.store import Snapshots, with_settings
 from oa_utils.tasks import Task
 
 VERSION = 1
@@ -45,7 +47,7 @@ class ACDCSettings:
 
     def __post_init__(self):
         check_price(self.lam, self.level)
-        at_least(1, prompts=self.prompts, guess=self.guess)
+        whole(1, prompts=self.prompts, guess=self.guess)
 
 
 class Backwards:
@@ -162,3 +164,6 @@ def acdc(masked: MaskedModel, task: Task, *, settings: ACDCSettings) -> Circuit:
 
     aim = f"lam={settings.lam:g}"
     return stored_circuit("acdc", masked, task, settings, compute, VERSION, aim)
+
+
+METHODS = {"acdc": Method(acdc, "lam", trains=False)}

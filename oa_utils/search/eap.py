@@ -9,6 +9,8 @@ path of masks, from all ablated to all kept, KL does have slopes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,13 +23,14 @@ from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.search.shared import (
     EVALUATION_BATCH,
+    Method,
     as_circuit,
     batch_of,
     check_search,
     check_size,
     spans,
+    whole,
 )
-from oa_utils.store import at_least
 from oa_utils.tasks import Task
 
 VERSION = 1
@@ -43,7 +46,7 @@ class EAPSettings:
     seed: int = 0
 
     def __post_init__(self):
-        at_least(1, points=self.points)
+        whole(1, points=self.points)
         if self.path not in PATHS:
             raise ValueError(f"path is one of {', '.join(PATHS)}, not {self.path!r}")
 
@@ -198,3 +201,17 @@ def eap_ig(
     """The same with slopes averaged along a path: of inputs (logit difference, as published) or of
     masks (KL)."""
     return _top("eap_ig", masked, task, n_edges, EAPSettings(ablation, path, points, seed))
+
+
+def _check(masked: MaskedModel, task: Task, n_edges: float, **arguments: Any) -> None:
+    check_size(n_edges, masked.graph)
+    check_eap(masked, task, EAPSettings(**arguments))
+
+
+METHODS = {
+    "eap": Method(eap, "n_edges", trains=False, check=_check),
+    "eap_ig": Method(eap_ig, "n_edges", trains=False, check=_check),
+    "eap_ig_masks": Method(
+        partial(eap_ig, path="masks"), "n_edges", trains=False, check=partial(_check, path="masks")
+    ),
+}

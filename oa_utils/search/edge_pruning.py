@@ -23,11 +23,11 @@ from oa_utils.masked import MaskedModel
 from oa_utils.search.eap import top_edges
 from oa_utils.search.hcgs import hard_concrete, uniform
 from oa_utils.search.loop import LoopSettings, Sampler, train_circuit
-from oa_utils.search.shared import check_size
+from oa_utils.search.shared import Method, check_size
 from oa_utils.store import with_settings
 from oa_utils.tasks import Task
 
-VERSION = 1
+VERSION = 2
 DECAY = 0.01  # AdamW's default
 
 
@@ -91,3 +91,10 @@ def edge_pruning(masked: MaskedModel, task: Task, *, settings: EdgePruningSettin
     check_size(settings.n_edges, masked.graph)
     aim = f"n_edges={settings.n_edges}"
     return train_circuit("edge_pruning", masked, task, settings, Lagrangian, VERSION, aim)
+
+
+def _check(masked: MaskedModel, task: Task, n_edges: float, **arguments: Any) -> None:
+    check_size(n_edges, masked.graph)
+
+
+METHODS = {"edge_pruning": Method(edge_pruning, "n_edges", trains=True, check=_check)}

@@ -3,57 +3,58 @@ random circuits."""
 
 from __future__ import annotations
 
+import math
+import pkgutil
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from oa_utils import machine, models, stats, store
+from oa_utils import machine, metrics, models, stats, store
 from oa_utils.circuits import Circuit
-from oa_utils.fills import Constants, EdgeFill, edge_constants, edge_fill, find_ablation
+from oa_utils.fills import ABLATIONS, Constants, EdgeFill, edge_constants, edge_fill, find_ablation
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model
-from oa_utils.search.acdc import acdc
-from oa_utils.search.eap import EAPSettings, check_eap, eap, eap_ig
-from oa_utils.search.edge_pruning import edge_pruning
-from oa_utils.search.hcgs import hcgs
 from oa_utils.search.shared import (
     EVALUATION_BATCH,
+    Method,
     batch_of,
     check_search,
-    check_size,
     edge_mask,
+    scaled_rate,
     spans,
+    whole,
 )
-from oa_utils.search.ugs import ugs
-from oa_utils.store import Snapshots, at_least, with_settings
+from oa_utils.store import Snapshots, at_least, frozen, with_settings
 from oa_utils.tasks import Task
 
-VERSION = 2
+VERSION = 3
 MOST_DRAWS = 2000  # random circuits tried at most
+DIGITS = 4  # of the gaps of single prompts in a sweep
+FAMILIES = ("shared", "position")  # of the constants of a circuit
 
 
-class Method(NamedTuple):
-    search: Callable[..., Circuit]
-    aim: str  # what says how large a circuit becomes: lam or n_edges
-    trains: bool  # constants train along; the others' circuits found under CF are measured under OA
+def collected_methods() -> dict[str, Method]:
+    """The searches that the files of this folder declare as their METHODS."""
+    methods: dict[str, Method] = {}
+    for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if file.name != Path(__file__).stem:
+            module = import_module(f"oa_utils.search.{file.name}")
+            methods |= getattr(module, "METHODS", {})
+    return methods
 
 
-METHODS = {
-    "ugs": Method(ugs, "lam", True),
-    "hcgs": Method(hcgs, "lam", True),
-    "acdc": Method(acdc, "lam", False),
-    "eap": Method(eap, "n_edges", False),
-    "eap_ig": Method(eap_ig, "n_edges", False),
-    "edge_pruning": Method(edge_pruning, "n_edges", True),
-}
+METHODS = collected_methods()
 
 
 # ---- the gap of one circuit
@@ -61,34 +62,60 @@ METHODS = {
 
 @dataclass(frozen=True)
 class GapSettings:
-    steps: int = 200  # of Adam, for the constants of `optimal`
-    lr: float = 0.03  # falls to a tenth in the course of them
-    batch: int = 32  # train prompts in a step
-    look_every: int = 20  # steps between two looks at the train part, where the best are kept
+    steps: int = 400  # of Adam, for the constants of `optimal`
+    lr: float | None = None  # falls to a tenth; None: as in the paper, more for fewer steps
+    batch: int = 8  # train prompts in a step
+    look_every: int | Sequence[int] = 100  # steps between two looks, or the steps of all looks
+    look_prompts: int = 256  # train prompts looked at; the best constants seen there are kept
     draws: int = 4  # derangements of `resample`, averaged for each prompt
+    metric: str = "kl"  # or `label`, `logit_diff`: what the answers lose
+    family: str = "shared"  # one constant for all positions; `position`: one for each
     seed: int = 0
 
     def __post_init__(self):
-        at_least(1, batch=self.batch, look_every=self.look_every, draws=self.draws)
-        at_least(0, steps=self.steps, lr=self.lr)
+        object.__setattr__(self, "look_every", frozen(self.look_every))
+        whole(0, steps=self.steps)
+        whole(1, batch=self.batch, draws=self.draws, look_prompts=self.look_prompts)
+        at_least(0, lr=self.lr or 0)
+        looks = self.look_every if isinstance(self.look_every, tuple) else (self.look_every,)
+        for step in looks:
+            whole(1, look_every=step)
+        if self.metric not in metrics.METRICS:
+            raise ValueError(f"metric is one of {', '.join(metrics.METRICS)}, not {self.metric!r}")
+        if self.family not in FAMILIES:
+            raise ValueError(f"family is one of {', '.join(FAMILIES)}, not {self.family!r}")
+
+    @property
+    def rate(self) -> float:
+        """The paper trains 10,000 steps at 0.002."""
+        return self.lr if self.lr is not None else scaled_rate(0.002, 10_000, self.steps, 0.05)
+
+    @property
+    def looks(self) -> set[int]:
+        """The steps at which the train part is looked at, besides the start."""
+        if isinstance(self.look_every, int):
+            return {*range(self.look_every, self.steps, self.look_every), self.steps}
+        return {*self.look_every, self.steps}
 
 
 @dataclass(frozen=True, eq=False)
 class Gap:
-    """Δ over test prompts, in nats."""
+    """Δ over test prompts, in nats; `circuit.with_gap(gap).save(path)` keeps it with the edges."""
 
     mean: float
     se: float
     n: int
     each: Float[Tensor, " n"]
     constants: Constants | None = None  # those that `optimal` trained
-    curve: Sequence[Sequence[float]] = ()  # (step, gap of the train part) while they trained
+    curve: Sequence[Sequence[float]] = ()  # (step, gap of train prompts) while they trained
+    train: float | None = None  # the gap of train prompts with the constants that were kept
 
     def __float__(self) -> float:
         return self.mean
 
     def __repr__(self) -> str:
-        return f"Gap({self.mean:.4g} ± {self.se:.2g} nats, n = {self.n})"
+        train = "" if self.train is None else f", {self.train:.4g} on train prompts"
+        return f"Gap({self.mean:.4g} ± {self.se:.2g} nats, n = {self.n}{train})"
 
 
 @torch.no_grad()
@@ -98,84 +125,133 @@ def measure(
     mask: Tensor,
     fill: EdgeFill,
     full: Float[Tensor, "n vocab"],
+    metric: str = "kl",
 ) -> Float[Tensor, " n"]:
-    """KL(full ‖ masked) of each prompt under one mask, taken as it is."""
+    """KL(full ‖ masked) of each prompt under one mask, taken as it is; or another metric."""
     gaps = []
     for span in spans(masked, len(part), part.tokens.shape[1], EVALUATION_BATCH):
         rows = torch.arange(len(part))[span]
         logp = masked(*batch_of(part, rows), mask.float()[None], fill(rows), skip_dead=True)
-        gaps.append(stats.kl(full[span], logp).cpu())
+        prompts = part[rows]
+        value = metrics.distance(metric, full[span], logp, prompts.right, prompts.wrong)
+        gaps.append(value.cpu())
     return torch.cat(gaps)
 
 
-def train_circuit_constants(
-    masked: MaskedModel,
-    task: Task,
-    mask: Tensor,
-    ablation: str,
-    settings: GapSettings,
-    snapshots: Snapshots,
-) -> tuple[Constants, list[list[float]]]:
-    """The best constants for one circuit that any look at the train part saw, the start first, and
-    the gap at each look."""
-    part = task.train
-    full = part.log_probs(masked.model)
-    rng = machine.generator(settings.seed)
-    start = edge_constants(masked, task, find_ablation(ablation))
-    constants = Constants(*(x.clone().requires_grad_() for x in start))
-    # Adam's usual long memory would let the steep start slow all later steps
-    optimiser = torch.optim.Adam(constants, lr=settings.lr, betas=(0.5, 0.9))
-    best = constants.clone()
-    curve: list[list[float]] = []  # [step, gap]
-    step = 0
-    state = snapshots.load()
-    if state is not None:
-        step = state["step"]
-        curve = state["curve"]
-        best = Constants(*state["best"])
-        for value, saved in zip(constants, state["constants"], strict=True):
+def shuffled(n: int, batch: int, step: int, seed: int) -> Int[Tensor, " b"]:
+    """The rows of a step: all of n are used before one comes again, in an order by pass."""
+    steps = max(1, n // batch)
+    order = torch.randperm(n, generator=machine.generator(seed + 1009 * (step // steps)))
+    return order[step % steps * batch :][:batch]
+
+
+class ConstantsTrainer:
+    """Constants for one circuit: the best that any look at train prompts saw, the start first."""
+
+    def __init__(
+        self,
+        masked: MaskedModel,
+        task: Task,
+        mask: Tensor,
+        ablation: str,
+        settings: GapSettings,
+        snapshots: Snapshots,
+    ):
+        self.masked = masked
+        self.mask = mask
+        self.settings = settings
+        self.snapshots = snapshots
+        self.part = task.train
+        self.full = self.part.log_probs(masked.model)
+        self.seen = min(settings.look_prompts, len(self.part))
+        by_position = settings.family == "position"
+        start = ABLATIONS["mean"] if by_position else find_ablation(ablation)
+        means = edge_constants(masked, task, start)
+        self.constants = Constants(*(x.clone().requires_grad_() for x in means))
+        # Adam's usual long memory would let the steep start slow all later steps
+        self.optimiser = torch.optim.Adam(self.constants, lr=settings.rate, betas=(0.5, 0.9))
+        self.best = self.constants.clone()
+        self.curve: list[list[float]] = []  # [step, gap]
+        self.step = 0
+
+    @property
+    def least(self) -> float:
+        """The gap of the best constants."""
+        return min((value for _, value in self.curve), default=math.inf)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "curve": self.curve,
+            "best": list(self.best),
+            "constants": [value.detach() for value in self.constants],
+            "optimiser": self.optimiser.state_dict(),
+        }
+
+    def resume(self) -> None:
+        state = self.snapshots.load()
+        if state is None:
+            return
+        self.step = state["step"]
+        self.curve = state["curve"]
+        self.best = Constants(*state["best"])
+        for value, saved in zip(self.constants, state["constants"], strict=True):
             value.data.copy_(saved)
-        optimiser.load_state_dict(state["optimiser"])
-        rng.set_state(state["rng"])
+        self.optimiser.load_state_dict(state["optimiser"])
 
-    def look() -> None:
-        nonlocal best
-        now = measure(masked, part, mask, lambda rows: constants, full).mean().item()
-        if now <= min((value for _, value in curve), default=now):
-            best = constants.clone()
-        curve.append([step, now])
+    def look(self) -> float:
+        """The gap of the first train prompts; returns the seconds that it took."""
+        began = time.perf_counter()
+        part = self.part[: self.seen]
+        each = measure(
+            self.masked, part, self.mask, lambda rows: self.constants, self.full[: self.seen]
+        )
+        now = each.mean().item()
+        if now <= self.least:
+            self.best = self.constants.clone()
+        self.curve.append([self.step, now])
+        return time.perf_counter() - began
 
-    if not curve:
-        look()
-    bar = machine.progress(total=settings.steps, desc="constants of a circuit")
-    bar.update(step)
-    while step < settings.steps:
-        rows = torch.randperm(len(part), generator=rng)[: settings.batch]
-        optimiser.param_groups[0]["lr"] = settings.lr * (1 - 0.9 * step / settings.steps)
-        optimiser.zero_grad()
-        for span in spans(masked, len(rows), part.tokens.shape[1]):
+    def advance(self) -> None:
+        settings = self.settings
+        rows = shuffled(len(self.part), settings.batch, self.step, settings.seed)
+        falling = 1 - 0.9 * self.step / settings.steps
+        self.optimiser.param_groups[0]["lr"] = settings.rate * falling
+        self.optimiser.zero_grad()
+        for span in spans(self.masked, len(rows), self.part.tokens.shape[1]):
             some = rows[span]
-            logp = masked(*batch_of(part, some), mask.float()[None], constants, skip_dead=True)
-            (stats.kl(full[some], logp).sum() / len(rows)).backward()
-        optimiser.step()
-        step += 1
-        bar.update()
-        if step % settings.look_every == 0 or step == settings.steps:
-            look()
-            bar.set_postfix(KL=f"{curve[-1][1]:.3g}")
-        if snapshots.due():
-            snapshots.save(
-                {
-                    "step": step,
-                    "curve": curve,
-                    "best": list(best),
-                    "constants": [value.detach() for value in constants],
-                    "optimiser": optimiser.state_dict(),
-                    "rng": rng.get_state(),
-                }
-            )
-    bar.close()
-    return best, curve
+            tokens = batch_of(self.part, some)
+            logp = self.masked(*tokens, self.mask.float()[None], self.constants, skip_dead=True)
+            (stats.kl(self.full[some], logp).sum() / len(rows)).backward()
+        self.optimiser.step()
+        self.step += 1
+
+    def run(self) -> None:
+        self.resume()
+        settings = self.settings
+        look_seconds = self.look() if not self.curve else 0.0
+        began = self.step
+        bar = machine.progress(total=settings.steps, desc="constants of a circuit")
+        bar.update(began)
+        while self.step < settings.steps:
+            start = time.perf_counter()
+            self.advance()
+            bar.update()
+            if self.step == began + 3:  # the first ones warm up
+                self.announce(time.perf_counter() - start, look_seconds)
+            if self.step in settings.looks:
+                look_seconds = self.look()
+                bar.set_postfix(KL=f"{self.curve[-1][1]:.3g}")
+            self.snapshots.save_when_due(self.state)
+        bar.close()
+
+    def announce(self, step_seconds: float, look_seconds: float) -> None:
+        """What is left to do, where it takes more than some seconds."""
+        steps = self.settings.steps - self.step
+        looks = sum(step > self.step for step in self.settings.looks)
+        each = step_seconds + look_seconds * looks / max(1, steps)
+        if each * steps > 10:
+            machine.announce(f"constants of a circuit: {machine.estimate(each, steps)}")
 
 
 @with_settings
@@ -190,42 +266,36 @@ def gap(
     """Δ of a circuit on the test part; settings as in `GapSettings`, the same protocol for every
     method.
 
-    Under `optimal`, constants (one for each vertex) are trained afresh on the train part, starting
-    from the means.
+    Under `optimal`, constants (one for each vertex) are trained afresh on the train part to the
+    least KL, starting from the means. `circuit.with_gap(gap(...)).save(path)` keeps what was
+    measured.
     """
     check_search(masked, task, ablation)
+    metrics.check_metric(settings.metric, task)
     rule = find_ablation(ablation)
     model = masked.model
     circuit.check(model)
 
     def compute(snapshots: Snapshots) -> tuple[dict, dict[str, Tensor]]:
-        curve = []
+        numbers = {"method": circuit.method, "n_edges": circuit.n_edges, "curve": []}
         tensors = {}
         if rule.trained:
-            constants, curve = train_circuit_constants(
-                masked, task, circuit.mask, ablation, settings, snapshots
-            )
-            fills = [lambda rows: constants]
-            tensors = dict(constants._asdict())
+            trainer = ConstantsTrainer(masked, task, circuit.mask, ablation, settings, snapshots)
+            trainer.run()
+            fills = [lambda rows: trainer.best]
+            tensors = dict(trainer.best._asdict())
+            numbers |= {"curve": trainer.curve, "train": trainer.least}
         else:
             seeds = range(settings.seed, settings.seed + (settings.draws if rule.random else 1))
             fills = [edge_fill(masked, task, rule, "test", seed) for seed in seeds]
         test = task.test
         full = test.log_probs(model)
-        draws = [measure(masked, test, circuit.mask, fill, full) for fill in fills]
+        draws = [measure(masked, test, circuit.mask, fill, full, settings.metric) for fill in fills]
         each = torch.stack(draws).mean(0)
         if not each.isfinite().all():
             raise RuntimeError(f"the gap of {circuit} under {ablation} is not finite")
         mean, se = stats.mean_se(each)
-        numbers = {
-            "method": circuit.method,
-            "n_edges": circuit.n_edges,
-            "gap": mean,
-            "se": se,
-            "n": len(each),
-            "curve": curve,
-        }
-        return numbers, {"each": each, **tensors}
+        return numbers | {"gap": mean, "se": se, "n": len(each)}, {"each": each, **tensors}
 
     result = store.run(
         "circuit_gaps",
@@ -248,6 +318,7 @@ def gap(
         result.tensors["each"],
         constants,
         numbers["curve"],
+        numbers.get("train"),
     )
 
 
@@ -271,7 +342,8 @@ class Wanted(NamedTuple):
 
     def arguments(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         aim = METHODS[self.method].aim
-        value = int(self.value) if aim == "n_edges" else self.value
+        is_size = aim == "n_edges" and self.value == int(self.value)
+        value = int(self.value) if is_size else self.value
         given = {"ablation": self.searched, "seed": self.seed, aim: value}
         return given | dict(options.get(self.method, {}))
 
@@ -305,7 +377,9 @@ def find_and_measure(
         "gap": delta.mean,
         "se": delta.se,
         "n": delta.n,
+        "train": delta.train,
         "edges": circuit.mask.nonzero()[:, 0].tolist(),
+        "each": [float(f"{x:.{DIGITS}g}") for x in delta.each.tolist()],
     }
 
 
@@ -313,9 +387,10 @@ def _wanted(
     methods: Iterable[str],
     ablations: Iterable[str],
     grid: Mapping[Any, Sequence[float]],
-    seeds: Sequence[int],
+    seeds: Iterable[int] | Mapping[Any, Sequence[int]],
 ) -> list[Wanted]:
     """The circuits of a sweep, in order."""
+    seeds_of = seeds if isinstance(seeds, Mapping) else {None: list(seeds)}
     circuits = []
     for method, ablation in product(methods, list(ablations)):
         if method not in METHODS:
@@ -329,7 +404,8 @@ def _wanted(
                 f"grid has no values for {method}: give them under {(method, ablation)}, "
                 f"{method!r} or {aim!r}"
             )
-        circuits += [Wanted(method, ablation, v, s) for v in grid[keys[0]] for s in seeds]
+        own_seeds = seeds_of.get((method, ablation), seeds_of[None])
+        circuits += [Wanted(method, ablation, v, s) for v in grid[keys[0]] for s in own_seeds]
     return circuits
 
 
@@ -343,17 +419,15 @@ def _check_sweep(
     """Everything that could be wrong is found before the first circuit."""
     if unknown := [name for name in options if name not in METHODS]:
         raise ValueError(f"options for {unknown[0]!r}: methods are {', '.join(METHODS)}")
-    GapSettings(**gap_options)
+    metrics.check_metric(GapSettings(**gap_options).metric, task)
     for wanted in circuits:
         method = METHODS[wanted.method]
         check_search(masked, task, wanted.ablation)
         check_search(masked, task, wanted.searched, fixed="" if method.trains else wanted.method)
         arguments = wanted.arguments(options)
         store.check_call(method.search, masked, task, **arguments)
-        if method.aim == "n_edges":
-            check_size(arguments.pop("n_edges"), masked.graph)
-        if method.search in (eap, eap_ig):
-            check_eap(masked, task, EAPSettings(**arguments))
+        if method.check is not None:
+            method.check(masked, task, **arguments)
 
 
 def sweep(
@@ -362,23 +436,27 @@ def sweep(
     methods: Iterable[str],
     ablations: Iterable[str],
     grid: Mapping[Any, Sequence[float]],
-    seeds: Iterable[int] = (0,),
+    seeds: Iterable[int] | Mapping[Any, Sequence[int]] = (0,),
     options: Mapping[str, Mapping[str, Any]] | None = None,
     gap_options: Mapping[str, Any] | None = None,
+    metric: str = "kl",
 ) -> pd.DataFrame:
     """A row for each method, ablation, value and seed: the circuit found, and its gap under the
-    same ablation.
+    same ablation: KL, or by how much answers fall (`metric` as in `gap`), with its standard error,
+    the gap of train prompts where constants were trained (`train`), and that of each test prompt
+    (`each`).
 
     `grid` gives the values of λ, or of n_edges for eap, eap_ig and edge_pruning, by (method,
     ablation), by method, or by `"lam"` and `"n_edges"`; a method that stands there with some
-    ablations runs under these only. `options` are settings by method, `gap_options` those of `gap`.
+    ablations runs under these only. `seeds` are for all, or by (method, ablation) with those of
+    the others under None. `options` are settings by method, `gap_options` those of `gap`.
     What is stored is not computed again, so a sweep that was killed goes on. Under `optimal`, ACDC
     and EAP take the circuit found under `counterfactual` (column `searched`).
     `sweep_circuit(masked, row)` makes a row's circuit.
     """
     options = options or {}
-    gap_options = gap_options or {}
-    circuits = _wanted(methods, ablations, grid, list(seeds))
+    gap_options = {**(gap_options or {}), "metric": metric}
+    circuits = _wanted(methods, ablations, grid, seeds)
     _check_sweep(masked, task, circuits, options, gap_options)
 
     def compute(_: Snapshots) -> dict:

@@ -15,11 +15,12 @@ from oa_utils.circuits import Circuit
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.search.loop import LoopSettings, Sampler, train_circuit
-from oa_utils.search.ugs import learning_rate
+from oa_utils.search.shared import Method
+from oa_utils.search.ugs import authors_rate, learning_rate
 from oa_utils.store import with_settings
 from oa_utils.tasks import Task
 
-VERSION = 1
+VERSION = 2
 STRETCH = (-0.1, 1.1)  # the interval that s in (0, 1) is stretched to before clamping
 RELEASED = (-0.12, 1.08)  # what 1.2 (s − 0.1) comes to
 LEAST_TEMPERATURE = 0.1
@@ -30,6 +31,7 @@ SLOWER = {"counterfactual": 3.0, "resample": 1.5}
 class HCGSSettings(LoopSettings):
     start: float = 0.0  # log α of every edge
     temperature: float = 2 / 3  # where every temperature starts; they are trained
+    lr_temperature: float | None = None  # None: the authors' rate, not raised for shorter runs
     released: bool = False  # the authors' stretch, to which the penalty does not belong
 
 
@@ -64,8 +66,14 @@ class HardConcrete(Sampler):
         }
 
     def groups(self) -> list[dict[str, Any]]:
-        rate = learning_rate(self.settings, SLOWER)
-        return [{"params": list(self.parameters.values()), "lr": rate}]
+        log_alpha, temperature = self.parameters.values()
+        slow = self.settings.lr_temperature
+        if slow is None:
+            slow = authors_rate(self.settings, SLOWER)
+        return [
+            {"params": [log_alpha], "lr": learning_rate(self.settings, SLOWER)},
+            {"params": [temperature], "lr": slow},
+        ]
 
     def draw(self, n: int, rng: torch.Generator) -> Float[Tensor, "n unit"]:
         log_alpha, temperature = self.parameters.values()
@@ -85,3 +93,6 @@ def hcgs(masked: MaskedModel, task: Task, *, settings: HCGSSettings) -> Circuit:
     """The circuit of HardConcrete gradient sampling; settings as in `HCGSSettings`."""
     aim = f"lam={settings.lam:g}"
     return train_circuit("hcgs", masked, task, settings, HardConcrete, VERSION, aim)
+
+
+METHODS = {"hcgs": Method(hcgs, "lam", trains=True)}

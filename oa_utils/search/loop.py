@@ -27,8 +27,10 @@ from oa_utils.search.shared import (
     check_price,
     check_search,
     kept_edges,
+    scaled_rate,
     spans,
     stored_circuit,
+    whole,
 )
 from oa_utils.store import Snapshots, at_least
 from oa_utils.tasks import Task
@@ -36,6 +38,7 @@ from oa_utils.tasks import Task
 PRUNING = ("sample", "batch", "none")
 BINS = 20  # of the histograms of θ in a history
 REPORTS = 30  # entries of a history
+MOST_RATE = 0.04  # of constants
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class LoopSettings:
     prompts: int = 5  # different prompts in a step
     masks: int = 12  # masks drawn for each prompt
     lr: float | None = None  # Adam on the logits; None: by λ, ablation and steps, see `ugs`
-    lr_constants: float = 2e-3  # Adam on the constants of `optimal`
+    lr_constants: float | None = None  # Adam on the constants of `optimal`; None: by steps
     gamma: float = 0.5  # weight of the price of vertices against that of edges
     clip: float = 5.0  # L2 norm of the logits' gradient
     tau: float = 0.5  # an edge is kept in the end where its probability is above
@@ -59,11 +62,18 @@ class LoopSettings:
 
     def __post_init__(self):
         check_price(self.lam, self.level)
-        at_least(1, steps=self.steps, prompts=self.prompts, masks=self.masks)
-        at_least(0, lr=self.lr or 0, lr_constants=self.lr_constants, gamma=self.gamma)
+        whole(1, steps=self.steps, prompts=self.prompts, masks=self.masks)
+        at_least(0, lr=self.lr or 0, lr_constants=self.lr_constants or 0, gamma=self.gamma)
         at_least(1e-9, clip=self.clip)
         if self.pruning not in PRUNING:
             raise ValueError(f"pruning is one of {', '.join(PRUNING)}, not {self.pruning!r}")
+
+
+def constants_rate(settings: LoopSettings) -> float:
+    """The authors' 0.002 for 6,000 steps; shorter runs take as much larger a rate."""
+    if settings.lr_constants is not None:
+        return settings.lr_constants
+    return scaled_rate(0.002, 6000, settings.steps, MOST_RATE)
 
 
 def price(
@@ -155,7 +165,7 @@ class Trainer:
             self.constants = Constants(*(part.clone().requires_grad_() for part in start))
             for name, part in self.constants._asdict().items():
                 self.parameters[f"constants.{name}"] = part
-            groups.append({"params": list(self.constants), "lr": settings.lr_constants})
+            groups.append({"params": list(self.constants), "lr": constants_rate(settings)})
         else:
             self.fill = edge_fill(masked, task, ablation, "train", settings.seed)
         self.optimiser = torch.optim.AdamW(groups, weight_decay=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -20,6 +20,28 @@ from oa_utils.tasks import Task
 
 LEVELS = ("edge", "vertex")
 EVALUATION_BATCH = 64  # prompts measured at once
+
+
+class Method(NamedTuple):
+    """A search that `sweep` knows; its file declares it in METHODS, by name."""
+
+    search: Callable[..., Circuit]
+    aim: str  # what says how large a circuit becomes: lam or n_edges
+    trains: bool  # constants train along; the others' circuits found under CF are measured under OA
+    check: Callable[..., None] | None = None  # refuses arguments, before any work
+
+
+def scaled_rate(rate: float, its_steps: int, steps: int, most: float) -> float:
+    """A learning rate made for so many steps, as much larger for a run as it is shorter, up to a
+    bound."""
+    return max(rate, min(most, rate * its_steps / max(1, steps)))
+
+
+def whole(least: int, **values: Any) -> None:
+    """Refuses settings that are no whole numbers from `least` on."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
 
 
 def check_search(masked: MaskedModel, task: Task, ablation: str, fixed: str = "") -> None:
@@ -42,7 +64,7 @@ def check_search(masked: MaskedModel, task: Task, ablation: str, fixed: str = ""
         )
 
 
-def check_price(lam: float, level: str) -> None:
+def check_price(lam: float | str, level: str) -> None:
     if isinstance(lam, str) or not lam >= 0:
         raise ValueError(
             f"lam is the price of one edge in nats and must be a number from 0 on, got {lam!r}"
@@ -51,7 +73,7 @@ def check_price(lam: float, level: str) -> None:
         raise ValueError(f"level is one of {', '.join(LEVELS)}, not {level!r}")
 
 
-def check_size(n_edges: int, graph: Graph) -> None:
+def check_size(n_edges: float, graph: Graph) -> None:
     if not isinstance(n_edges, int) or not 0 <= n_edges <= len(graph):
         raise ValueError(
             f"n_edges must be a whole number from 0 to {len(graph)}, the edges of this model, "

@@ -21,10 +21,11 @@ from oa_utils.fills import find_ablation
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.search.loop import LoopSettings, Sampler, train_circuit
+from oa_utils.search.shared import Method, scaled_rate
 from oa_utils.store import frozen, with_settings
 from oa_utils.tasks import Task
 
-VERSION = 1
+VERSION = 2
 SLOWER = {"counterfactual": 5.0, "resample": 2.0}  # ablations with steep gradients
 BETAS = (0.9, 0.995)  # of Adam on the logits
 
@@ -45,18 +46,19 @@ class UGSSettings(LoopSettings):
             )
 
 
-def learning_rate(settings: LoopSettings, slower: dict[str, float]) -> float:
-    """The authors' rate: larger for a small price, smaller for ablations with steep gradients.
+def authors_rate(settings: LoopSettings, slower: dict[str, float]) -> float:
+    """The authors' rate: larger for a small price, smaller for ablations with steep gradients."""
+    base = 0.15 if settings.lam <= 1e-4 else 0.1 if settings.lam <= 5e-4 else 0.05
+    return base / slower.get(settings.ablation, 1.0)
 
-    Runs shorter than theirs (6,000 steps where constants train along, else 3,000) take as much
-    larger a rate, up to 0.3.
-    """
+
+def learning_rate(settings: LoopSettings, slower: dict[str, float]) -> float:
+    """Runs shorter than the authors' (6,000 steps where constants train along, else 3,000) take as
+    much larger a rate, up to 0.3."""
     if settings.lr is not None:
         return settings.lr
-    base = 0.15 if settings.lam <= 1e-4 else 0.1 if settings.lam <= 5e-4 else 0.05
-    theirs = base / slower.get(settings.ablation, 1.0)
     their_steps = 6000 if find_ablation(settings.ablation).trained else 3000
-    return max(theirs, min(0.3, theirs * their_steps / settings.steps))
+    return scaled_rate(authors_rate(settings, slower), their_steps, settings.steps, 0.3)
 
 
 def window(theta: Float[Tensor, " unit"], factor: float | Tensor = 1.0) -> Float[Tensor, " unit"]:
@@ -123,3 +125,6 @@ def ugs(masked: MaskedModel, task: Task, *, settings: UGSSettings) -> Circuit:
     """The circuit of uniform gradient sampling; settings as in `UGSSettings`."""
     aim = f"lam={settings.lam:g}"
     return train_circuit("ugs", masked, task, settings, Uniform, VERSION, aim)
+
+
+METHODS = {"ugs": Method(ugs, "lam", trains=True)}
