@@ -7,7 +7,8 @@ norms and MLPs run, on the read token alone. OCA (optimal constant attention) tr
 constants, own ones for each starting layer; `linear` is a linear map trained to do what OCA does.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +23,15 @@ from torch import Tensor
 from oa_utils import machine, stats, store
 from oa_utils.models import Model, recording
 
-VERSION = 1
-STARTS = ("identity", "random")
+VERSION = 2
+# of linear maps: the layer's best on validation of identity, identity with the mean's shift, and
+# ridge; its authors' start; the reference code's, N(0, 1) entries
+STARTS = ("best", "identity", "random")
 POOL = 256  # readings whose attention outputs the resample lens draws from
 ROWS = 256  # readings whose losses are computed at once
+FIT_ROWS = 8192  # readings that scales and ridge are computed from, at most
+RIDGE = 1e-3  # of correlations of unit diagonal: what ridge adds, and whitening stops at
+WARM_UP = 0.05  # share of the steps over which the step size rises
 
 
 # ---- what the model computes at the tokens that are read
@@ -101,7 +107,7 @@ def read(model: Model, tokens: Tensor, places: Int[Tensor, "n *k"] | None = None
     for rows, streams, outputs in passes(model, tokens, places):
         number = numbers[:, rows].flatten()  # which readings these are
         outputs = rearrange(outputs, "block b k d -> block (k b) d").float()
-        resid[:, number] = rearrange(streams, "layer b k d -> layer (k b) d")
+        resid[:, number] = rearrange(streams, "layer b k d -> layer (k b) d").float()
         pooled = number < pool.shape[1]
         pool[:, number[pooled]] = outputs[:, pooled]
         total += outputs.sum(1).cpu().double()
@@ -109,6 +115,28 @@ def read(model: Model, tokens: Tensor, places: Int[Tensor, "n *k"] | None = None
     mean = total / n
     spread = (squares / n - mean.square()).mean(-1).clamp(min=1e-12).sqrt()
     return Readings(resid, mean.float().to(model.device), spread.float().to(model.device), pool)
+
+
+def read_several(
+    model: Model, tokens: Int[Tensor, "n length"], positions: int, seed: int = 0
+) -> Readings:
+    """Readings of the last token of each context and of others drawn at random, BOS left out: many
+    rows from one forward."""
+    n, length = tokens.shape
+    if not 0 < positions < length:
+        raise ValueError(
+            f"a context of {length} tokens has 1 to {length - 1} positions to read (BOS left out), "
+            f"not {positions}"
+        )
+    rng = machine.generator(seed)
+    others = torch.stack([torch.randperm(length - 2, generator=rng) + 1 for _ in range(n)])
+    last = torch.full((n, 1), length - 1)
+    return read(model, tokens, torch.cat([last, others], 1)[:, :positions])
+
+
+def unembed(model: Model, end: Float[Tensor, "*any d"]) -> Float[Tensor, "*any vocab"]:
+    """Log-probabilities in float32 of streams in float32, whatever the model computes in."""
+    return model.log_probs(end.to(model.dtype))
 
 
 # ---- the kinds of lenses
@@ -125,6 +153,11 @@ class Lens:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)  # of a trained one: settings, curve …
     kind: ClassVar[str]
+
+    @staticmethod
+    def shapes(model: Model) -> dict[str, list[int | None]]:
+        """Of the tensors that a lens of this kind has; None: any number."""
+        return {}
 
     def ends(
         self, resid: Float[Tensor, "lens b d"], layers: Sequence[int]
@@ -143,8 +176,9 @@ class Lens:
                 f"a stream of '{model.name}' has {model.d_model} coordinates, not {resid.shape[-1]}"
             )
         if layer < model.n_layers:
-            resid = self.ends(resid.reshape(1, -1, model.d_model), [layer]).reshape(resid.shape)
-        return model.log_probs(resid)
+            rows = resid.float().reshape(1, -1, model.d_model)
+            resid = self.ends(rows, [layer]).reshape(resid.shape)
+        return unembed(model, resid)
 
     @torch.no_grad()
     def losses(self, data: Readings) -> Float[Tensor, "layer n"]:
@@ -192,6 +226,13 @@ class TunedLens(Lens):
 
     kind = "tuned"
 
+    @staticmethod
+    def shapes(model: Model) -> dict[str, list[int | None]]:
+        return {
+            "W": [model.n_layers, model.d_model, model.d_model],
+            "b": [model.n_layers, model.d_model],
+        }
+
     def ends(
         self, resid: Float[Tensor, "lens b d"], layers: Sequence[int]
     ) -> Float[Tensor, "lens b d"]:
@@ -222,7 +263,7 @@ class AttentionLens(Lens):
             started = sum(layer <= block for layer in layers)
             x = torch.cat([x, resid[len(x) : started]])  # those that start here join the others
             x = x + torch.stack([outputs[i][block - layers[i]] for i in range(started)])
-            x = x + self.model.layers[block].mlp(x)
+            x = x + self.model.layers[block].mlp(x.to(self.model.dtype)).float()
         return x
 
 
@@ -230,6 +271,10 @@ class MeanLens(AttentionLens):
     """Attention replaced by its mean: constants [block d]."""
 
     kind = "mean"
+
+    @staticmethod
+    def shapes(model: Model) -> dict[str, list[int | None]]:
+        return {"constants": [model.n_layers, model.d_model]}
 
     def attention(self, layer: int, n: int) -> Float[Tensor, "later 1 d"]:
         return self.tensors["constants"][layer:, None]
@@ -239,6 +284,10 @@ class ResampleLens(AttentionLens):
     """Attention replaced by that of other contexts: constants [block pool d]."""
 
     kind = "resample"
+
+    @staticmethod
+    def shapes(model: Model) -> dict[str, list[int | None]]:
+        return {"constants": [model.n_layers, None, model.d_model]}
 
     def attention(self, layer: int, n: int) -> Float[Tensor, "later n d"]:
         """One context for all blocks of a row; where the rows are the pool, the next one."""
@@ -256,6 +305,10 @@ class OCALens(AttentionLens):
 
     kind = "oca"
 
+    @staticmethod
+    def shapes(model: Model) -> dict[str, list[int | None]]:
+        return {"constants": [model.n_layers, model.n_layers, model.d_model]}
+
     def attention(self, layer: int, n: int) -> Float[Tensor, "later 1 d"]:
         return self.tensors["constants"][layer, layer:, None]
 
@@ -270,20 +323,35 @@ KINDS: dict[str, type[Lens]] = {
 }
 
 
+def fingerprints(lenses: Mapping[str, Lens]) -> dict[str, str]:
+    """What a result that rests on lenses is named by."""
+    return {name: lens.fingerprint for name, lens in lenses.items()}
+
+
 def load(path: str | Path, model: Model) -> Lens:
     """A lens that `save` wrote, refused on any model but its own."""
     head, tensors = store.read_sealed(Path(path))
-    if head.get("kind") not in KINDS:
+    kind = KINDS.get(head.get("kind"))
+    if kind is None or not {"model", "fingerprint", "training"} <= set(head):
         raise store.BadFile(f"{path} is not a lens that oa_utils saved")
     if head["fingerprint"] != model.fingerprint:
         raise ValueError(
             f"the lens {path} belongs to '{head['model']}' ({head['fingerprint']}), "
             f"not to '{model.name}' ({model.fingerprint})"
         )
-    if not all(value.isfinite().all() for value in tensors.values()):
+    expected = kind.shapes(model)
+    found = {name: list(value.shape) for name, value in tensors.items()}
+    fit = expected.keys() == found.keys() and all(
+        len(shape) == len(found[name])
+        and all(size in (None, got) for size, got in zip(shape, found[name], strict=True))
+        for name, shape in expected.items()
+    )
+    if not fit:
+        raise store.BadFile(f"{path}: a {kind.kind} lens holds {expected}, not {found}")
+    if not all(value.is_floating_point() and value.isfinite().all() for value in tensors.values()):
         raise store.BadFile(f"{path} holds numbers that are not finite")
-    moved = {name: value.to(model.device) for name, value in tensors.items()}
-    return KINDS[head["kind"]](model, moved, head["training"])
+    moved = {name: value.float().to(model.device) for name, value in tensors.items()}
+    return kind(model, moved, head["training"])
 
 
 # ---- training
@@ -291,12 +359,12 @@ def load(path: str | Path, model: Model) -> Lens:
 
 @dataclass(frozen=True)
 class LensSettings:
-    steps: int = 1000  # of Adam at most, with a step size that falls to nothing over them
-    batch: int = 64  # readings in a step
-    lr: float = 0.0  # the first step size; 0 takes the kind's own
+    steps: int = 1000  # of Adam at most; the step size rises over 5 % of them, then falls to 0
+    batch: int = 256  # readings in a step
+    lr: float = 0.0  # the largest step size; 0 takes the kind's own
     look_every: int = 50  # steps between two looks at validation; each layer keeps its best state
     patience: int = 5  # looks without gain after which a layer stops
-    start: str = "identity"  # of linear maps; the reference code's is `random`: N(0, 1) entries
+    start: str = "best"  # of linear maps, see STARTS
     seed: int = 0
 
     def __post_init__(self):
@@ -304,6 +372,11 @@ class LensSettings:
         store.at_least(1, batch=self.batch, look_every=self.look_every, patience=self.patience)
         if self.start not in STARTS:
             raise ValueError(f"start {self.start!r} is not one of the starts {', '.join(STARTS)}")
+
+    def rate(self, step: int) -> float:
+        """The share of the largest step size that a step has."""
+        rise = WARM_UP * self.steps
+        return min(1.0, (step + 1) / max(1.0, rise)) * (1 - step / self.steps)
 
 
 def match(
@@ -320,9 +393,9 @@ def match(
     gradients = []
     for i, end in enumerate(ends):
         if i < len(target):  # one target for each layer, or one for all
-            full = model.log_probs(target[i].detach())
+            full = unembed(model, target[i].detach())
         leaf = end.detach().requires_grad_(weight > 0)
-        loss = stats.kl(full, model.log_probs(leaf))
+        loss = stats.kl(full, unembed(model, leaf))
         if weight:
             (weight * loss.sum()).backward()
             gradients.append(leaf.grad)
@@ -338,46 +411,61 @@ class Trainer:
     It learns to say what the model says or, with `of`, what that lens says.
     """
 
-    lr: ClassVar[float]  # Adam's first step, inputs and outputs being of unit spread
+    lr: float  # Adam's largest step, raw parameters being of unit scale
+    mlp_passes: int  # that one reading takes in a step
 
-    def __init__(self, model: Model, data: Readings, of: Lens | None, raw: dict[str, Tensor]):
+    def __init__(self, model: Model, data: Readings, of: Lens | None = None):
         self.model = model
         self.data = data
         self.of = of
-        self.raw = {name: value.to(model.device).requires_grad_() for name, value in raw.items()}
-        mlp_passes = model.n_layers * (model.n_layers + 1) // 2
-        floats = mlp_passes * (6 * model.d_model + 4 * model.d_mlp) + 6 * model.d_vocab
-        self.bytes = 4 * floats  # that one reading takes in a step
+
+    def starts(self, settings: LensSettings) -> dict[str, dict[str, Tensor]]:
+        """Raw parameters to start from, by name; each layer takes what is best on validation."""
+        raise NotImplementedError
 
     def lens(self, raw: dict[str, Tensor]) -> Lens:
         raise NotImplementedError
 
+    def target(
+        self, resid: Float[Tensor, "layer b d"], layers: Sequence[int]
+    ) -> Float[Tensor, "lens b d"]:
+        """The streams that are to be predicted: one for all layers, or one for each."""
+        with torch.no_grad():
+            return resid[-1:] if self.of is None else self.of.ends(resid[layers], layers)
+
     def losses(
-        self, resid: Float[Tensor, "layer b d"], layers: Sequence[int], train: bool = False
+        self,
+        raw: dict[str, Tensor],
+        resid: Float[Tensor, "layer b d"],
+        layers: Sequence[int],
+        train: bool = False,
     ) -> Float[Tensor, "lens b"]:
         """Of some layers; with `train`, each one's mean gives gradient to its raw parameters."""
+        model = self.model
         layers = list(layers)
         weight = 1 / resid.shape[1] if train else 0.0
+        streams = self.mlp_passes * (6 * model.d_model + 4 * model.d_mlp)
+        floats = streams + 6 * (model.d_vocab + model.n_layers * model.d_model)
         parts = []
-        for part in resid.split(machine.micro_batch(resid.shape[1], self.bytes), dim=1):
-            with torch.no_grad():
-                target = part[-1:] if self.of is None else self.of.ends(part[layers], layers)
+        for part in resid.split(machine.micro_batch(resid.shape[1], 4 * floats), dim=1):
             with torch.set_grad_enabled(train):
-                ends = self.lens(self.raw).ends(part[layers], layers)
-                parts.append(match(self.model, ends, target, weight))
+                ends = self.lens(raw).ends(part[layers], layers)
+                parts.append(match(model, ends, self.target(part, layers), weight))
         return torch.cat(parts, 1)
 
 
 class OCATrainer(Trainer):
     """Starts from mean attention; raw constants count in standard deviations of attention."""
 
-    lr = 0.1
+    lr = 0.3
 
-    def __init__(
-        self, model: Model, data: Readings, settings: LensSettings, of: Lens | None = None
-    ):
-        n = model.n_layers
-        super().__init__(model, data, of, {"constants": torch.zeros(n, n, model.d_model)})
+    def __init__(self, model: Model, data: Readings, of: Lens | None = None):
+        super().__init__(model, data, of)
+        self.mlp_passes = model.n_layers * (model.n_layers + 1) // 2
+
+    def starts(self, settings: LensSettings) -> dict[str, dict[str, Tensor]]:
+        n = self.model.n_layers
+        return {"mean": {"constants": torch.zeros_like(self.data.mean).repeat(n, 1, 1)}}
 
     def lens(self, raw: dict[str, Tensor]) -> OCALens:
         constants = self.data.mean + self.data.spread[:, None] * raw["constants"]
@@ -385,36 +473,65 @@ class OCATrainer(Trainer):
 
 
 class LinearTrainer(Trainer):
-    """Starts from the identity; raw maps take the standardised stream to outputs of unit spread."""
+    """Raw maps take whitened streams to ends of unit spread by coordinate, so that one step size
+    suits all of them."""
 
-    lr = 1e-3
+    mlp_passes = 0
 
-    def __init__(
-        self, model: Model, data: Readings, settings: LensSettings, of: Lens | None = None
-    ):
-        streams = data.resid[:-1]
-        self.centre = streams.mean(1)  # [block d]
-        self.scale = streams.std(1).clamp(min=1e-6)  # [block d]
-        self.out = data.resid[-1].std(0).square().mean().sqrt()
-        self.eye = torch.eye(model.d_model, device=model.device)
-        super().__init__(model, data, of, self._first(settings))
+    def __init__(self, model: Model, data: Readings, of: Lens | None = None):
+        super().__init__(model, data, of)
+        self.lr = 0.4 / model.d_model  # a step of all entries together moves an end by so much
+        rows = data.resid[:, :: math.ceil(len(data) / FIT_ROWS)]
+        layers = list(range(model.n_layers))
+        parts = [self.target(part, layers) for part in rows.split(ROWS, dim=1)]
+        ends = torch.cat(parts, 1)
+        self.centre = rows[:-1].mean(1)  # [block d]
+        self.goal = ends.mean(1)  # [block d], or [1 d]
+        self.out = ends.std(1).clamp(min=1e-6)
+        fits = [
+            self._fit(rows[i], (ends - self.goal[:, None])[min(i, len(ends) - 1)]) for i in layers
+        ]
+        self.white, self.back, self.ridge = map(torch.stack, zip(*fits, strict=True))
 
-    def _first(self, settings: LensSettings) -> dict[str, Tensor]:
-        """Raw parameters of the identity, or of maps whose entries are standard normal."""
+    @staticmethod
+    def _fit(
+        x: Float[Tensor, "n d"], y: Float[Tensor, "n d"]
+    ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "d d"], Float[Tensor, "d d"]]:
+        """The map that whitens x, its inverse, and the ridge map from whitened x to y."""
+        x = (x - x.mean(0)).double()
+        scale = x.std(0).clamp(min=1e-6)
+        values, vectors = torch.linalg.eigh((x / scale).T @ (x / scale) / len(x))
+        spread = (values.clamp(min=0) + RIDGE).sqrt()
+        white = (vectors / spread).T / scale
+        ridge = y.double().T @ (x @ white.T) / len(x)
+        return white.float(), (scale[:, None] * vectors * spread).float(), ridge.float()
+
+    def starts(self, settings: LensSettings) -> dict[str, dict[str, Tensor]]:
         n, d = self.centre.shape
+        eye = torch.eye(d).to(self.centre).expand(n, d, d)
+        none = torch.zeros_like(self.centre)
+        if settings.start == "random":
+            rng = machine.generator(settings.seed)
+            W = torch.randn(n, d, d, generator=rng).to(eye)
+            b = torch.randn(n, d, generator=rng).to(eye)
+            return {"random": self._raw(W, b)}
+        identity = {"identity": self._raw(eye, none)}
         if settings.start == "identity":
-            return {"W": torch.zeros(n, d, d), "b": torch.zeros(n, d)}
-        W = torch.randn(n, d, d, generator=machine.generator(settings.seed)).to(self.eye)
-        b = torch.randn(n, d, generator=machine.generator(settings.seed)).to(self.eye)
-        change = W - self.eye
-        moved = einsum(change, self.centre, "block out d, block d -> block out")
-        return {"W": change * self.scale[:, None] / self.out, "b": (b + moved) / self.out}
+            return identity
+        shift = self._raw(eye, self.goal - self.centre)
+        ridge = {"W": self.ridge / self.out[..., None], "b": none}
+        return identity | {"shift": shift, "ridge": ridge}
+
+    def _raw(self, W: Float[Tensor, "block d d"], b: Float[Tensor, "block d"]) -> dict[str, Tensor]:
+        """The raw parameters of a map."""
+        moved = b + einsum(W, self.centre, "block out d, block d -> block out")
+        return {"W": W @ self.back / self.out[..., None], "b": (moved - self.goal) / self.out}
 
     def lens(self, raw: dict[str, Tensor]) -> TunedLens:
-        change = self.out * raw["W"] / self.scale[:, None]
-        moved = einsum(change, self.centre, "block out d, block d -> block out")
+        W = self.out[..., None] * raw["W"] @ self.white
+        moved = einsum(W, self.centre, "block out d, block d -> block out")
         kind = TunedLens if self.of is None else LinearCopy
-        return kind(self.model, {"W": self.eye + change, "b": self.out * raw["b"] - moved})
+        return kind(self.model, {"W": W, "b": self.goal + self.out * raw["b"] - moved})
 
 
 TRAINERS: dict[str, type[Trainer]] = {
@@ -434,13 +551,23 @@ class _State:
     best: list[float]  # its validation loss
     idle: list[int]  # looks since then
     curve: list[list]  # [step, best] at each look
+    begun: list[str]  # the name of each layer's start
 
 
-def _start(trainer: Trainer, held: Readings) -> _State:
+def _start(trainer: Trainer, held: Readings, settings: LensSettings) -> _State:
+    """Every layer at the best of its starts."""
     n_layers = trainer.model.n_layers
-    kept = {name: value.detach().clone() for name, value in trainer.raw.items()}
-    best = trainer.losses(held.resid, range(n_layers)).mean(1).tolist()
-    return _State(0, trainer.raw, kept, best, [0] * n_layers, [[0, best[:]]])
+    starts = trainer.starts(settings)
+    tried = [trainer.losses(raw, held.resid, range(n_layers)).mean(1) for raw in starts.values()]
+    best, choice = torch.stack(tried).nan_to_num(torch.inf).min(0)
+    names = [list(starts)[i] for i in choice.tolist()]
+    first = next(iter(starts.values()))
+    raw = {
+        key: torch.stack([starts[name][key][i] for i, name in enumerate(names)]) for key in first
+    }
+    kept = {key: value.clone() for key, value in raw.items()}
+    losses = best.tolist()
+    return _State(0, raw, kept, losses, [0] * n_layers, [[0, losses[:]]], names)
 
 
 def _look(state: _State, active: list[int], losses: list[float]) -> None:
@@ -460,45 +587,44 @@ def train_layers(
 ) -> tuple[store.Numbers, store.Tensors]:
     """Every layer on its own, side by side: numbers, and the lens of each layer's best state.
 
-    `held` are the readings of validation contexts, on which states are compared.
+    `held` are the readings of validation contexts, on which starts and states are compared.
     """
     n = len(trainer.data)
     batch = min(settings.batch, n)
-    lr = settings.lr or trainer.lr
     saved = snapshots.load()
-    if saved:
-        state = _State(**saved["state"])
-        state.kept = {name: value.to(held.resid.device) for name, value in state.kept.items()}
-        for name, value in trainer.raw.items():
-            value.data.copy_(state.raw[name])
-        state.raw = trainer.raw
-    else:
-        state = _start(trainer, held)
-    optimiser = torch.optim.Adam(state.raw.values(), lr=lr, eps=1e-12)
+    state = _State(**saved["state"]) if saved else _start(trainer, held, settings)
+    device = held.resid.device
+    state.kept = {name: value.to(device) for name, value in state.kept.items()}
+    state.raw = {name: value.to(device).requires_grad_() for name, value in state.raw.items()}
+    optimiser = torch.optim.Adam(state.raw.values(), eps=1e-12)
     if saved:
         optimiser.load_state_dict(saved["optimiser"])
     bar = machine.progress(total=settings.steps, desc="training a lens, all layers")
     bar.update(state.step)
     while state.step < settings.steps and min(state.idle) < settings.patience:
         active = [i for i, looks in enumerate(state.idle) if looks < settings.patience]
-        optimiser.param_groups[0]["lr"] = lr * (1 - state.step / settings.steps)
+        largest = settings.lr or trainer.lr
+        optimiser.param_groups[0]["lr"] = largest * settings.rate(state.step)
         optimiser.zero_grad()
         epoch, place = divmod(state.step, n // batch)
         order = torch.randperm(n, generator=machine.generator(settings.seed * 100_003 + epoch))
         rows = order[place * batch : (place + 1) * batch]
-        trainer.losses(trainer.data.resid[:, rows], active, train=True)
+        trainer.losses(state.raw, trainer.data.resid[:, rows], active, train=True)
         optimiser.step()
         state.step += 1
         bar.update()
-        if state.step % settings.look_every and state.step < settings.steps:
-            continue
-        _look(state, active, trainer.losses(held.resid, active).mean(1).tolist())
-        bar.set_postfix(loss=f"{sum(state.best) / len(state.best):.4f}", layers=len(active))
+        if state.step % settings.look_every == 0 or state.step == settings.steps:
+            losses = trainer.losses(state.raw, held.resid, active).mean(1).tolist()
+            _look(state, active, losses)
+            bar.set_postfix(loss=f"{sum(state.best) / len(state.best):.4f}", layers=len(active))
         snapshots.save_when_due(lambda: {"state": vars(state), "optimiser": optimiser.state_dict()})
     bar.close()
     lens = trainer.lens(state.kept)
     _, start = state.curve[0]
-    rows = [{"layer": i, "start": start[i], "loss": state.best[i]} for i in range(len(state.best))]
+    rows = [
+        {"layer": i, "from": name, "start": start[i], "loss": state.best[i]}
+        for i, name in enumerate(state.begun)
+    ]
     numbers = {
         "rows": rows,
         "curve": state.curve,
@@ -550,8 +676,7 @@ def train(
         held = validation if isinstance(validation, Readings) else read(model, validation)
 
     def compute(snapshots: store.Snapshots) -> tuple[store.Numbers, store.Tensors]:
-        trainer = TRAINERS[kind](model, data, settings, of)
-        return train_layers(trainer, held, settings, snapshots)
+        return train_layers(TRAINERS[kind](model, data, of), held, settings, snapshots)
 
     inputs = {
         "kind": kind,
@@ -559,7 +684,7 @@ def train(
         "validation": held.fingerprint,
         "of": of.fingerprint if of else None,
     }
-    key = f"tuned_{settings.start}" if kind == "tuned" else kind
+    key = f"{kind}_{settings.start}" if kind == "tuned" else kind
     result = store.run(
         "lenses", settings, compute, model=model, inputs=inputs, version=VERSION, key=key
     )

@@ -8,6 +8,7 @@ from conftest import tokens_of
 from safetensors.torch import save_file
 
 from oa_utils import lenses, stats, store
+from oa_utils.models import load_model
 from oa_utils.texts import contexts
 
 FEW = {"steps": 30, "batch": 16, "look_every": 10}
@@ -62,6 +63,18 @@ def test_several_places_of_a_context_are_readings_of_their_own(model, monkeypatc
         pooled = data.pool[:, 6 * k : 6 * (k + 1)]
         want = alone.pool[:, : pooled.shape[1]]
         torch.testing.assert_close(pooled, want, rtol=0, atol=1e-4)
+
+
+def test_several_readings_of_a_context_are_its_last_token_and_others(model):
+    tokens = tokens_of(model, 6)
+    data = lenses.read_several(model, tokens, 3)
+    assert len(data) == 18
+    last = lenses.read(model, tokens)
+    torch.testing.assert_close(data.resid[:, :6], last.resid, rtol=0, atol=1e-4)
+    length = tokens.shape[1]
+    everything = lenses.read_several(model, tokens[:1], length - 1).resid
+    each = [lenses.read(model, tokens[:1, : i + 1]).resid[:, 0] for i in range(1, length)]
+    torch.testing.assert_close(everything.sum(1), torch.stack(each, 1).sum(1), rtol=0, atol=1e-3)
 
 
 def test_readings_are_named_by_what_is_in_them(gpt2):
@@ -159,11 +172,57 @@ def test_settings_are_keywords_of_train():
 def test_oca_before_training_is_the_mean_lens_and_tuned_the_logit_lens(model):
     data = lenses.read(model, tokens_of(model))
     for trained, plain in (("oca", "mean"), ("tuned", "logit")):
-        start = lenses.train(model, data, trained, data, **NONE)
+        start = lenses.train(model, data, trained, data, start="identity", **NONE)
         same = lenses.train(model, data, plain, data)
         torch.testing.assert_close(start.losses(data), same.losses(data), rtol=1e-4, atol=1e-5)
         noted = [row["start"] for row in start.training["rows"]]
         assert noted == pytest.approx(same.losses(data)[:-1].mean(1).tolist(), abs=1e-4)
+
+
+def test_each_layer_starts_from_the_best_of_its_starts(model):
+    data = lenses.read(model, tokens_of(model, 64))
+    trainer = lenses.LinearTrainer(model, data)
+    layers = range(model.n_layers)
+    starts = trainer.starts(lenses.LensSettings())
+    assert list(starts) == ["identity", "shift", "ridge"]
+    each = {name: trainer.losses(raw, data.resid, layers).mean(1) for name, raw in starts.items()}
+    lens = lenses.train(model, data, "tuned", data, **NONE)
+    best = torch.stack(list(each.values())).min(0).values
+    torch.testing.assert_close(lens.losses(data)[:-1].mean(1), best, rtol=1e-3, atol=1e-4)
+    for i, row in enumerate(lens.training["rows"]):
+        assert row["start"] == pytest.approx(float(each[row["from"]][i]), abs=1e-5)
+
+
+def test_ridge_is_the_regression_onto_the_end(model):
+    data = lenses.read(model, tokens_of(model, 400))
+    trainer = lenses.LinearTrainer(model, data)
+    lens = trainer.lens(trainer.starts(lenses.LensSettings())["ridge"])
+    x = data.resid[1].double()
+    centred = x - x.mean(0)
+    scaled = centred / centred.std(0)
+    y = data.resid[-1].double()
+    normal = scaled.T @ scaled / len(x) + lenses.RIDGE * torch.eye(model.d_model)
+    slope = torch.linalg.solve(normal, scaled.T @ (y - y.mean(0)) / len(x))
+    expected = scaled @ slope + y.mean(0)
+    got = lens.ends(data.resid[1:2], [1])[0].double()
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_linear_copy_starts_by_regression_onto_ocas_ends(model):
+    data = lenses.read(model, tokens_of(model, 400))
+    oca = lenses.train(model, data, "oca", data, **FEW)
+    trainer = lenses.LinearTrainer(model, data, oca)
+    lens = trainer.lens(trainer.starts(lenses.LensSettings())["ridge"])
+    layers = list(range(model.n_layers))
+    ends = oca.ends(data.resid[:-1], layers)
+    error = (lens.ends(data.resid[:-1], layers) - ends).square().mean((1, 2))
+    assert (error < 0.5 * (ends - ends.mean(1, keepdim=True)).square().mean((1, 2))).all()
+
+
+def test_the_rate_rises_then_falls_to_nothing():
+    settings = lenses.LensSettings(steps=100)
+    rates = [settings.rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2) and max(rates) == rates[4] and 0 < rates[-1] < 0.011
 
 
 def test_random_start_is_standard_normal(model):
@@ -177,7 +236,8 @@ def test_random_start_is_standard_normal(model):
 def test_training_never_ends_above_its_start(model):
     data = lenses.read(model, tokens_of(model, 64))
     for kind, plain in (("oca", "mean"), ("tuned", "logit")):
-        trained = lenses.train(model, data, kind, data, **FEW).losses(data).mean(1)
+        trained = lenses.train(model, data, kind, data, start="identity", **FEW)
+        trained = trained.losses(data).mean(1)
         start = lenses.train(model, data, plain).losses(data).mean(1)
         assert (trained <= start + 1e-5).all()
         assert trained[:-1].sum() < 0.98 * start[:-1].sum()
@@ -200,14 +260,16 @@ def test_gradient_of_a_step_is_that_of_the_mean_kl(model):
     data = lenses.read(model, tokens_of(model, 6))
     full = model.log_probs(data.resid[-1])
     for kind in ("oca", "tuned"):
-        trainer = lenses.TRAINERS[kind](model, data, lenses.LensSettings(**FEW))
-        trainer.bytes = 1e18  # one context at a time
-        trainer.losses(data.resid, range(3), train=True)
-        got = {name: value.grad.clone() for name, value in trainer.raw.items()}
-        lens = trainer.lens(trainer.raw)
+        trainer = lenses.TRAINERS[kind](model, data)
+        trainer.mlp_passes = 10**9  # one context at a time
+        start = trainer.starts(lenses.LensSettings(start="identity"))
+        raw = {name: value.requires_grad_() for name, value in next(iter(start.values())).items()}
+        trainer.losses(raw, data.resid, range(3), train=True)
+        got = {name: value.grad.clone() for name, value in raw.items()}
+        lens = trainer.lens(raw)
         total = sum(stats.kl(full, lens.log_probs(data.resid[i], i)).mean() for i in range(3))
-        gradients = torch.autograd.grad(total, list(trainer.raw.values()))
-        for name, gradient in zip(trainer.raw, gradients, strict=True):
+        gradients = torch.autograd.grad(total, list(raw.values()))
+        for name, gradient in zip(raw, gradients, strict=True):
             torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5)
 
 
@@ -220,19 +282,18 @@ def test_a_killed_training_goes_on_to_the_same_lens(model, tmp_path, monkeypatch
         honest = lenses.Trainer.losses
         steps = []
 
-        def dies(self, resid, layers, train=False, honest=honest, steps=steps):
+        def dies(self, raw, resid, layers, train=False, honest=honest, steps=steps):
             steps.append(train)
             if sum(steps) == 17:
                 raise KeyboardInterrupt
-            return honest(self, resid, layers, train)
+            return honest(self, raw, resid, layers, train)
 
         monkeypatch.setattr(lenses.Trainer, "losses", dies)
         with pytest.raises(KeyboardInterrupt):
             lenses.train(model, data, kind, **FEW)
         again = lenses.train(model, data, kind, **FEW)
-        assert steps.count(True) == 17 + 20  # from step 10 on
-        for name, value in whole.tensors.items():
-            torch.testing.assert_close(again.tensors[name], value, rtol=1e-4, atol=1e-5)
+        assert steps.count(True) == 17 + 14  # from step 16 on
+        assert again.fingerprint == whole.fingerprint and again.training == whole.training
         monkeypatch.undo()
 
 
@@ -273,6 +334,21 @@ def test_on_tiny_oca_beats_the_mean_and_losses_fall_with_depth(tiny, tiny_data):
     assert oca.losses(data).mean() <= mean.losses(data).mean()
 
 
+def test_lenses_of_a_half_precision_model_are_computed_in_float32(tiny, tiny_data):
+    half = load_model("tiny", dtype=torch.float16)
+    data = lenses.read(half, contexts(half, 64, 25, part="validation"))
+    assert data.resid.dtype == torch.float32
+    whole = lenses.read(tiny, contexts(tiny, 64, 25, part="validation"))
+    for kind in ("oca", "tuned"):
+        lens = lenses.train(half, data, kind, data, **FEW)
+        assert all(value.dtype == torch.float32 for value in lens.tensors.values())
+        same = lenses.KINDS[kind](tiny, lens.tensors)
+        losses = lens.losses(data)
+        assert losses.dtype == torch.float32 and losses.min() > -1e-6
+        got = losses.mean(1)
+        torch.testing.assert_close(got, same.losses(whole).mean(1), rtol=0.03, atol=1e-3)
+
+
 # ---- files and errors
 
 
@@ -290,6 +366,26 @@ def test_saved_lenses_come_back_and_belong_to_one_model(model, gpt2, llama, tmp_
             lenses.load(path, other)
     save_file({"x": torch.zeros(1)}, tmp_path / "foreign.safetensors")
     (tmp_path / "text").write_text("no lens")
+    constants = torch.zeros(3, 3, 32)
+    head = {
+        "kind": "oca",
+        "model": model.name,
+        "fingerprint": model.fingerprint,
+        "training": {},
+    }
+    wrong = {
+        "shape": ({"constants": constants[:2]}, "oca lens holds"),
+        "name": ({"W": constants}, "oca lens holds"),
+        "nan": ({"constants": constants / 0}, "not finite"),
+        "whole": ({"constants": constants.long()}, "not finite"),
+    }
+    for name, (tensors, words) in wrong.items():
+        store.write_sealed(tmp_path / name, head, tensors)
+        with pytest.raises(store.BadFile, match=words):
+            lenses.load(tmp_path / name, model)
+    store.write_sealed(tmp_path / "headless", {"kind": "oca"}, {"constants": constants})
+    with pytest.raises(store.BadFile, match="is not a lens"):
+        lenses.load(tmp_path / "headless", model)
     for name in ("foreign.safetensors", "text"):
         with pytest.raises(ValueError, match="is not a file that oa_utils wrote"):
             lenses.load(tmp_path / name, model)
@@ -302,12 +398,13 @@ def test_bad_input_is_named(model):
         (lambda: lens.log_probs(data.resid[0], 4), r"layers 0 … 3 \(its end\), not 4"),
         (lambda: lens.log_probs(torch.zeros(2, 5), 0), "has 32 coordinates, not 5"),
         (lambda: lenses.train(model, data, "tunde"), "kinds are logit, tuned"),
-        (lambda: lenses.train(model, data, "tuned", start="zero"), "starts identity, random"),
+        (lambda: lenses.train(model, data, "tuned", start="zero"), "starts best, identity, random"),
         (lambda: lenses.train(model, data, "tuned", look_every=0), "look_every must be at least 1"),
         (lambda: lenses.train(model, data, "linear"), "copies an OCA lens"),
         (lambda: lenses.train(model, data, "tuned", of=lens), "copies an OCA lens"),
         (lambda: lenses.train(model, torch.zeros(3)), "contexts are token ids"),
         (lambda: lenses.train(model, tokens_of(model, 1)), "one context is too few"),
+        (lambda: lenses.read_several(model, tokens_of(model), 99), "positions to read"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
