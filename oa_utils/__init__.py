@@ -7,6 +7,7 @@ studies behind its figures.
 """
 
 from oa_utils import lenses, plots, stats, tasks
+from oa_utils.ablate import ablate
 from oa_utils.circuits import Circuit
 from oa_utils.components import component_gaps, optimal_constants
 from oa_utils.fills import Ablation, Constants
@@ -42,6 +43,7 @@ __all__ = [
     "MaskedModel",
     "Subspace",
     "Task",
+    "ablate",
     "acdc",
     "against_random",
     "all_components",
