@@ -101,14 +101,6 @@ def ablated(
     return rearrange(logp, "(site b) vocab -> site b vocab", site=len(sites))
 
 
-class NotStored(Exception):
-    """What was asked for would have to be computed."""
-
-
-def refuse(_: Snapshots) -> Numbers:
-    raise NotStored
-
-
 class Experiment:
     """One task on one model under one metric: losses of components, and the runs that answer a
     question."""
@@ -270,17 +262,10 @@ class Experiment:
 
     # ---- cost
 
-    def is_stored(self, run: Callable[..., store.Result], *asked: object) -> bool:
-        try:
-            run(*asked, compute=refuse)
-        except NotStored:
-            return False
-        return True
-
     def tell_cost(self, jobs: Sequence[Job]) -> None:
         """What the jobs that are not stored will take, from timed passes through the lowest and the
         highest layer that they need."""
-        jobs = [job for job in jobs if not self.is_stored(self.gaps, job)]
+        jobs = [job for job in jobs if not store.is_stored(self.gaps, job)]
         if not jobs:
             return
         groups = [job.group for job in jobs]
@@ -298,7 +283,7 @@ class Experiment:
                 needs = ["shared"] if job.family == "shared" else ["shared", job.family]
                 trainings |= {(job.group, family): len(s.starts) for family in needs}
         for (group, family), starts in trainings.items():
-            if self.is_stored(self.constants, group, family):
+            if store.is_stored(self.constants, group, family):
                 continue
             forward, step = _at(timed, group[0].layer)
             looks = n_train * (starts + (family != "shared") + s.steps / s.look_every)

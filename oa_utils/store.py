@@ -40,7 +40,7 @@ PACKAGES = ("torch", "transformers", "transformer_lens", "numpy")
 PARTS = ("search_", "circuit_gaps", "facts")  # runs whose numbers stand in other runs' tables
 DEEPEST = 50  # levels of nesting that a file of ours never has
 SNAPSHOT_SECONDS = 20
-STALE_SECONDS = 3600
+STALE_SECONDS = {".*.tmp": 3600, "*.snapshot": 60 * 24 * 3600}  # left by whom nobody goes on for
 
 Numbers = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -177,13 +177,15 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what writers that were killed left behind, an hour ago or more."""
-    for left in folder.glob(".*.tmp"):
-        try:
-            if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                left.unlink()
-        except OSError:  # another process was faster
-            continue
+    """Removes what was left behind long ago: by writers that were killed, by runs that nobody
+    started again."""
+    for pattern, seconds in STALE_SECONDS.items():
+        for left in folder.glob(pattern):
+            try:
+                if time.time() - left.stat().st_mtime > seconds:
+                    left.unlink()
+            except OSError:  # another process was faster
+                continue
 
 
 def read_bytes(path: Path) -> bytes:
@@ -222,15 +224,20 @@ def write_record(path: Path, record: Numbers, budget: str | None = None) -> None
     write_bytes(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
-def read_record(path: Path) -> Numbers:
-    """A record as `write_record` wrote it; anything else is a BadFile."""
+def read_json(path: Path) -> Any:
+    """What a strict JSON file says; anything else, or one nested too deeply, is a BadFile."""
     data = read_bytes(path)
     if _depth(data) > DEEPEST:
         raise BadFile(f"{path} is foreign: no file of this project is nested so deeply")
     try:
-        record = json.loads(data, parse_constant=int)  # int("NaN") fails, as strict JSON must
+        return json.loads(data, parse_constant=int)  # int("NaN") fails, as strict JSON must
     except ValueError as error:
         raise BadFile(f"{path} is not whole, valid JSON ({error})") from error
+
+
+def read_record(path: Path) -> Numbers:
+    """A record as `write_record` wrote it; anything else is a BadFile."""
+    record = read_json(path)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise BadFile(f"{path} is foreign: it is not in this project's format {FORMAT!r}")
     if record.pop("sha256", None) != sha256(record):
@@ -491,6 +498,23 @@ def run(
     return _keep(path, record, numbers, tensors, model.budget)
 
 
+class NotStored(Exception):
+    """What was asked for would have to be computed."""
+
+
+def refuse(_: Snapshots) -> Numbers:
+    raise NotStored
+
+
+def is_stored(ask: Callable[..., Result], *asked: Any) -> bool:
+    """Whether `ask(*asked, compute=…)`, which hands `compute` to `run`, needs no computing."""
+    try:
+        ask(*asked, compute=refuse)
+    except NotStored:
+        return False
+    return True
+
+
 def _key(settings: Any) -> str:
     """What differs from the defaults, in words."""
     if settings is None:
@@ -552,7 +576,7 @@ def load(path: Path, identity: str, budget: str) -> Result | None:
         if record["budget"] == "test" and budget != "test":
             return None
         return _result(record, tensors, path)
-    except (KeyError, SafetensorError) as error:
+    except (KeyError, TypeError, SafetensorError) as error:
         raise BadFile(f"{path} lacks what a result has ({error})") from error
 
 
@@ -563,6 +587,11 @@ def records(model_name: str, experiment: str) -> dict[str, Numbers]:
     """Published records of the newest version, by file name."""
     place = published() / slug(model_name) / slug(experiment)
     found = {path.name: read_record(path) for path in sorted(place.glob("*.json"))}
+    for name, record in found.items():
+        if not isinstance(record.get("version"), int) or not isinstance(
+            record.get("numbers"), dict
+        ):
+            raise BadFile(f"{place / name} is not a result: it has no version or no numbers")
     if not found:
         folders = {path.parent.relative_to(published()) for path in published().glob("*/*/*.json")}
         known = ", ".join(sorted(map(str, folders))) or "none yet"

@@ -104,7 +104,29 @@ def _lre_facts(folder: str | Path) -> list[Fact]:
     return facts
 
 
-def known_facts(model: Model, rome: Source = None, lre: Source = None) -> pd.DataFrame:
+def _table_facts(table: pd.DataFrame | str | Path) -> list[Fact]:
+    """Facts of one's own, one a row: prompt, subject, answer, and relation if there are several."""
+    if not isinstance(table, pd.DataFrame):
+        if not Path(table).is_file():
+            raise FileNotFoundError(f"table='{table}' is not there; it is a CSV file of facts")
+        table = pd.read_csv(table, keep_default_na=False)
+    if missing := [name for name in ("prompt", "subject", "answer") if name not in table]:
+        raise ValueError(
+            f"a table of facts has columns prompt, subject and answer (and relation, if there are "
+            f"several); {', '.join(missing)} is missing among {', '.join(map(str, table))}"
+        )
+    if "relation" not in table:
+        table = table.assign(relation="own")
+    columns = table[["relation", "subject", "answer", "prompt"]].astype(str)
+    return list(columns.itertuples(index=False, name=None))
+
+
+def known_facts(
+    model: Model,
+    rome: Source = None,
+    lre: Source = None,
+    table: pd.DataFrame | Source = None,
+) -> pd.DataFrame:
     """Every prompt that was asked, one for each template of a fact, with `known`: the model's most
     likely next token is the first token of the answer. A model is asked once; after that the store
     answers."""
@@ -113,12 +135,16 @@ def known_facts(model: Model, rome: Source = None, lre: Source = None) -> pd.Dat
         rows += _rome_facts(rome)
     if lre:
         rows += _lre_facts(lre)
-    if not (rome or lre):
+    if table is not None:
+        rows += _table_facts(table)
+    sources = [Path(path).name for path in (rome, lre) if path]
+    if not rows and not sources and table is None:
         rows = _own_facts(model)
-    table = pd.DataFrame(rows, columns=["relation", "subject", "answer", "prompt"])
-    table = table.drop_duplicates(ignore_index=True)
-    prompts = [model.encode(prompt) for prompt in table.prompt]
-    answers = [_first_token(model, answer) for answer in table.answer]
+        sources = ["own"]
+    asked = pd.DataFrame(rows, columns=["relation", "subject", "answer", "prompt"])
+    asked = asked.drop_duplicates(ignore_index=True)
+    prompts = [model.encode(prompt) for prompt in asked.prompt]
+    answers = [_first_token(model, answer) for answer in asked.answer]
 
     def compute(snapshots: store.Snapshots) -> dict[str, Any]:
         return {"known": _ask(model, prompts, answers, snapshots)}
@@ -129,13 +155,16 @@ def known_facts(model: Model, rome: Source = None, lre: Source = None) -> pd.Dat
         compute,
         model=model,
         inputs={"facts": store.fingerprint(prompts, answers)},
-        key="+".join(Path(path).name for path in (rome, lre) if path) or "own",
+        key="+".join(sources) or "table",
     )
-    return table.assign(token=answers, known=table.index.isin(result.numbers["known"]))
+    return asked.assign(token=answers, known=asked.index.isin(result.numbers["known"]))
 
 
 def _first_token(model: Model, answer: str) -> int:
-    """The token to expect behind a prompt; −1, which no model says, where it is a lone space."""
+    """The token to expect behind a prompt; −1, which no model says, where it is a lone space or
+    where the model has no token for it."""
+    if model.unknown_words(answer):
+        return -1
     token = model.encode(f" {answer}")[0]
     return token if model.decode([token])[0].strip() else -1
 
@@ -159,15 +188,23 @@ def _ask(
     return sorted(known)
 
 
-def facts(model: Model, rome: Source = None, lre: Source = None, seed: int = 0) -> Task:
+def facts(
+    model: Model,
+    rome: Source = None,
+    lre: Source = None,
+    seed: int = 0,
+    table: pd.DataFrame | Source = None,
+) -> Task:
     """The facts that the model knows, one prompt for each (relation, subject), split within every
     relation.
 
     A fact goes through its templates from a place that the seed and the fact decide and takes the
     first known one, so templates vary. `rome`: the file known_1000.json; `lre`: a folder of LRE
-    files; neither: the project's own facts.
+    files; `table`: facts of one's own, a DataFrame or a CSV file with columns prompt, subject,
+    answer (and relation); none of them: the project's own facts.
     """
-    table = known_facts(model, rome, lre)
+    own = rome is None and lre is None and table is None
+    table = known_facts(model, rome, lre, table)
     chosen: dict[str, int] = {}  # prompt: its row in the table
     for fact, rows in table.groupby(["relation", "subject"], sort=False):
         first = zlib.crc32("|".join([str(seed), *fact]).encode()) % len(rows)
@@ -198,7 +235,7 @@ def facts(model: Model, rome: Source = None, lre: Source = None, seed: int = 0) 
         prompts=tuple(kept.prompt),
         subject=torch.tensor([subject_span(model, prompt, subject) for prompt, subject in pairs]),
         relation=tuple(kept.relation),
-        of_paper=rome is None and lre is None,
+        of_paper=own,
         tokenizer=model.tokenizer_hash,
     )
 

@@ -35,13 +35,14 @@ from oa_utils.tasks import PARTS, Task
 from oa_utils.texts import contexts, subject_span
 from oa_utils.training import Fitted, Pass, collect, fit
 
-VERSION = 1
+VERSION = 2
 KINDS = ("mlp", "attn")
 POSITIONS = ("last", "last_subject", "subject")
 METHODS = ("gnt", "oat")
 PASS_COLUMNS = (
     512  # of all copies in one pass on a CPU: few, so that prompts in it are of one length
 )
+TIMED_PROMPTS = 8  # in the passes from which the cost is told
 ROUNDING = 1e-6  # a smaller loss of probability is rounding: nothing was corrupted
 NOTHING = range(0)  # the window of a copy that restores nothing
 
@@ -176,13 +177,9 @@ class Prompts:
         per_token = model.n_layers * (model.d_model + 2 * model.n_heads * model.d_head)
         bytes_each = 4 * (per_token + 8 * model.d_mlp) * self.tokens.shape[1] + 12 * model.d_vocab
         fits = machine.micro_batch(self.n, bytes_each) == self.n
-        rows = torch.arange(self.n if fits else min(8, self.n))
         self.kept: Clean | None = None
-        began = time.perf_counter()
-        clean = self.clean(rows)
-        self.seconds = (time.perf_counter() - began) / len(rows)  # of one prompt's clean run
         if fits:
-            self.kept = clean
+            self.kept = self.clean(torch.arange(self.n))
 
     def width(self, rows: Int[Tensor, " b"]) -> int:
         """Columns that the subjects of these prompts can change, at most."""
@@ -199,7 +196,8 @@ class Prompts:
     def subjects(self) -> Float[Tensor, "m d"]:
         """Embeddings of all subject tokens."""
         columns = self.columns(torch.arange(self.n))
-        return self.model.embed_tokens(self.tokens.gather(1, columns.positions)[columns.subject])
+        tokens = self.tokens.gather(1, columns.positions)[columns.subject]
+        return self.model.embed_tokens(tokens).float()
 
     @torch.no_grad()
     def clean(self, rows: Int[Tensor, " b"]) -> Clean:
@@ -233,14 +231,14 @@ class Prompts:
             start = width - int(self.reach[row])
             drawn = torch.randn(end - first, self.model.d_model, generator=rng)
             added[i, start : start + end - first] = drawn
-        return (added.to(std) * std)[None]
+        return (added.to(std.device) * std.float())[None]
 
     def constant(
         self, rows: Int[Tensor, " b"], constants: Sequence[Float[Tensor, " d"]]
     ) -> Float[Tensor, "copy b col d"]:
         """What turns every subject token into a constant, one for each copy."""
         tokens = self.tokens[rows].gather(1, self.columns(rows).positions)
-        return torch.stack(list(constants))[:, None, None] - self.model.embed_tokens(tokens)
+        return torch.stack(list(constants))[:, None, None] - self.model.embed_tokens(tokens).float()
 
     # the three steps
 
@@ -250,8 +248,8 @@ class Prompts:
         """What enters the first block in each copy: clean embeddings, but for the subject's."""
         at = columns.positions[..., None]
         clean = self.model.embed(self.tokens[rows]).take_along_dim(at, 1)
-        corrupted = clean + change * columns.subject[..., None]
-        return rearrange(corrupted, "copy b col d -> (copy b) col d")
+        corrupted = clean + change * columns.subject[..., None]  # in float32, as constants are
+        return rearrange(corrupted.to(clean.dtype), "copy b col d -> (copy b) col d")
 
     def restore(
         self,
@@ -364,10 +362,6 @@ class Prompts:
                 yield slice(0, len(which)), chunk, (p[0] - p[1:]).relu()
 
         scale = max(self.subjects().std(0).square().mean().sqrt().item(), 1e-6)
-        prompts_in_a_step = 2 * (settings.batch or self.n) + self.n / settings.look_every
-        prompts = int(len(windows) * settings.steps * prompts_in_a_step)
-        cost = machine.estimate(self.seconds, prompts, "prompts")
-        machine.announce(f"{len(windows)} constants: at most {cost}")
         candidates = [[start] * len(windows) for start in starts]
         return fit(candidates, [scale] * len(windows), losses, self.n, settings, snapshots)
 
@@ -380,7 +374,7 @@ def spread(model: Model, tokens: Int[Tensor, "n pos"] | None = None) -> Float[Te
     without BOS, which also pads."""
     if tokens is None:
         tokens = contexts(model, 256, min(64, model.n_ctx))
-    return model.embed_tokens(tokens[tokens != model.bos].to(model.device)).std(0)
+    return model.embed_tokens(tokens[tokens != model.bos].to(model.device)).float().std(0)
 
 
 def aie(w: Float[Tensor, " n"], z: Float[Tensor, " n"]) -> dict[str, float]:
@@ -419,16 +413,21 @@ def effects(
         }
         for i, layer in enumerate(layers)
     ]
-    return rows, {"w": w, "z": z}
+    return rows, {"w": w, "z": z, "clean": clean[0]}
 
 
 def trace_with_noise(
-    model: Model, facts: Task, setting: Setting, settings: TraceSettings, sigma: Float[Tensor, " d"]
+    model: Model,
+    facts: Task,
+    setting: Setting,
+    settings: TraceSettings,
+    sigma: Float[Tensor, " d"],
+    part: str,
 ) -> tuple[Numbers, Tensors]:
     """GNT: nothing is trained, and all layers share a draw."""
-    test = Prompts(model, facts.test, setting.kind)
+    test = Prompts(model, getattr(facts, part), setting.kind)
     windows = setting.windows(model.n_layers)
-    std = settings.noise * sigma.to(model.device, model.dtype)
+    std = settings.noise * sigma.to(model.device)
 
     def one_draw(draw: int) -> Float[Tensor, "copies n"]:
         def change(rows: Tensor) -> Tensor:
@@ -442,14 +441,19 @@ def trace_with_noise(
 
 
 def trace_with_constants(
-    model: Model, facts: Task, setting: Setting, settings: TraceSettings, snapshots: Snapshots
+    model: Model,
+    facts: Task,
+    setting: Setting,
+    settings: TraceSettings,
+    part: str,
+    snapshots: Snapshots,
 ) -> tuple[Numbers, Tensors]:
     """OAT: each layer's copy has its own constant, trained on the train facts, and so has the
     unpatched one."""
-    test = Prompts(model, facts.test, setting.kind)
+    test = Prompts(model, getattr(facts, part), setting.kind)
     train = Prompts(model, facts.train, setting.kind)
     windows = setting.windows(model.n_layers)
-    base = unpatched_constant(model, facts, settings)
+    base = unpatched_constant(model, facts, **vars(settings))
     starts = {"mean": train.subjects().mean(0), "unpatched": base}
     fitted = train.train(windows, setting.position, list(starts.values()), settings, snapshots)
     change = partial(test.constant, constants=[base, *fitted.constants])
@@ -465,7 +469,10 @@ def trace_with_constants(
     return {"rows": rows, **numbers}, {**tensors, **trained}
 
 
-def unpatched_constant(model: Model, facts: Task, settings: TraceSettings) -> Float[Tensor, " d"]:
+@store.with_settings
+def unpatched_constant(
+    model: Model, facts: Task, *, settings: TraceSettings
+) -> Float[Tensor, " d"]:
     """The constant that loses least when nothing is restored: the same in every setting, so trained
     once."""
 
@@ -479,7 +486,7 @@ def unpatched_constant(model: Model, facts: Task, settings: TraceSettings) -> Fl
 
     result = store.run(
         "tracing_constant",
-        replace(settings, same_constant=False),
+        replace(settings.used_by("oat"), same_constant=False),
         compute,
         model=model,
         task=facts,
@@ -495,23 +502,26 @@ def run_setting(
     facts: Task,
     settings: TraceSettings,
     sigma: Float[Tensor, " d"] | None,
+    part: str = "test",
+    compute: Callable | None = None,
 ) -> store.Result:
-    """One setting as a stored run."""
-    inputs = setting._asdict()
+    """One setting as a stored run: `.numbers` (rows, curves, starts) and `.tensors` (w, z [layer
+    n], clean [n], constants, unpatched)."""
+    inputs = {**setting._asdict(), "part": part}
     if setting.method == "gnt":
         inputs["sigma"] = store.fingerprint(sigma)
     used = settings.used_by(setting.method)
 
-    def compute(snapshots: Snapshots) -> tuple[Numbers, Tensors]:
+    def trace_it(snapshots: Snapshots) -> tuple[Numbers, Tensors]:
         if setting.method == "gnt":
-            return trace_with_noise(model, facts, setting, used, sigma)
-        return trace_with_constants(model, facts, setting, used, snapshots)
+            return trace_with_noise(model, facts, setting, used, sigma, part)
+        return trace_with_constants(model, facts, setting, used, part, snapshots)
 
-    key = f"{setting.kind}_{setting.position}_w{setting.window}_{setting.method}"
+    key = f"{setting.kind}_{setting.position}_w{setting.window}_{setting.method}_{part}"
     return store.run(
         "causal_tracing",
         used,
-        compute,
+        compute or trace_it,
         model=model,
         task=facts,
         inputs=inputs,
@@ -520,37 +530,53 @@ def run_setting(
     )
 
 
+def tell_cost(
+    model: Model, facts: Task, settings: TraceSettings, missing: Sequence[Setting], part: str
+) -> None:
+    """What settings that are not stored will take, from a few prompts through one of each kind,
+    position and method."""
+    timed: dict[tuple, float] = {}  # seconds of one prompt in one copy
+    total = 0.0
+    for setting in missing:
+        trained = setting.method == "oat"
+        kind = (setting.kind, setting.position, trained)
+        if kind not in timed:
+            some = facts.train if trained else getattr(facts, part)
+            timed[kind] = _seconds(model, some, setting, backward=trained)
+        copies = len(setting.layers)
+        if trained:
+            looks = len(facts.train) * (2 + settings.steps / settings.look_every)
+            batches = settings.steps * (settings.batch or len(facts.train))
+            prompts = batches + (looks + len(getattr(facts, part))) / 2  # no way back: about half
+        else:
+            prompts = settings.draws * len(getattr(facts, part))
+        total += prompts * copies * timed[kind]
+    machine.announce(
+        f"{len(missing)} settings of tracing: about {machine.duration(total / machine.jobs())} if "
+        "no constant stops early; what is done is kept"
+    )
+
+
+def _seconds(model: Model, facts: Task, setting: Setting, backward: bool) -> float:
+    """Of one prompt in one copy, with its own constant and gradients or without either."""
+    prompts = Prompts(model, facts[:TIMED_PROMPTS], setting.kind)
+    windows = setting.windows(model.n_layers)
+    mean = prompts.subjects().mean(0)
+    constants = [mean.clone().requires_grad_(backward) for _ in windows]
+    change = partial(prompts.constant, constants=constants if backward else constants[:1])
+
+    def once() -> float:
+        began = time.perf_counter()
+        with torch.set_grad_enabled(backward):
+            for _, _, p in prompts.passes(change, windows, setting.position):
+                if backward:
+                    p.sum().backward()
+        return (time.perf_counter() - began) / (prompts.n * len(windows))
+
+    return min(once(), once())
+
+
 # ---- what users call
-
-
-@store.with_settings
-def trace_runs(
-    model: Model,
-    facts: Task,
-    kind: str | Sequence[str] = "mlp",
-    position: str | Sequence[str] = "last",
-    window: int | Sequence[int] = 5,
-    method: str | Sequence[str] = "oat",
-    layers: Sequence[int] | None = None,
-    sigma: Float[Tensor, " d"] | None = None,
-    *,
-    settings: TraceSettings,
-) -> list[store.Result]:
-    """As `trace`, with all that is stored: `.numbers` (rows, curves, starts) and `.tensors` (w, z
-    [layer n], constants, unpatched). Settings run side by side, in workers that load the model."""
-    kinds = _one_of("kind", kind, KINDS)
-    positions = _one_of("position", position, POSITIONS)
-    methods = _one_of("method", method, METHODS)
-    windows = [window] if isinstance(window, int) else list(window)
-    layers = tuple(sorted(set(range(model.n_layers) if layers is None else layers)))
-    _check_layers(model, windows, layers)
-    _check_subjects(model, facts)
-    if sigma is None and "gnt" in methods:
-        sigma = spread(model)
-    choices = product(kinds, positions, windows, methods)
-    asked = [Setting(*choice, layers) for choice in choices]
-    run = partial(run_setting, facts=facts, settings=settings, sigma=sigma)
-    return models.each(run, model, asked, "tracing")
 
 
 @store.with_settings
@@ -563,18 +589,46 @@ def trace(
     method: str | Sequence[str] = "oat",
     layers: Sequence[int] | None = None,
     sigma: Float[Tensor, " d"] | None = None,
+    part: str = "test",
+    each: bool = False,
     *,
     settings: TraceSettings,
 ) -> pd.DataFrame:
-    """AIE of each layer on the test facts, which are any task with subject spans.
+    """AIE of each layer on a part of the facts, which are any task with subject spans.
 
     `kind` (mlp, attn), `position` (last, last_subject, subject), `window` (layers restored around
-    each one) and `method` (gnt, oat) may be lists; every setting is a stored run. `sigma` is the
-    noise's unit (see `spread`). Columns: kind position window method layer aie se p_clean p_corrupt
-    p_patched n.
+    each one) and `method` (gnt, oat) may be lists; every setting is a stored run, and they run side
+    by side, in workers that load the model. `sigma` is the noise's unit (see `spread`). Columns:
+    kind position window method layer aie se p_clean p_corrupt p_patched n; with `each` also what is
+    missing of every fact with the layer restored (w), without (z), and its clean probability.
     """
-    runs = trace_runs(model, facts, kind, position, window, method, layers, sigma, **vars(settings))
-    return pd.concat([run.frame() for run in runs], ignore_index=True)
+    kinds = _one_of("kind", kind, KINDS)
+    positions = _one_of("position", position, POSITIONS)
+    methods = _one_of("method", method, METHODS)
+    _one_of("part", part, PARTS)
+    windows = [window] if isinstance(window, int) else list(window)
+    layers = tuple(sorted(set(range(model.n_layers) if layers is None else layers)))
+    _check_layers(model, windows, layers)
+    _check_subjects(model, facts)
+    for needed in (part, "train") if "oat" in methods else (part,):
+        getattr(facts, needed)  # raises where a part is empty
+    if sigma is None and "gnt" in methods:
+        sigma = spread(model)
+    asked = [Setting(*choice, layers) for choice in product(kinds, positions, windows, methods)]
+    options = {"facts": facts, "settings": settings, "sigma": sigma, "part": part}
+    ask = partial(run_setting, model, **options)
+    missing = [setting for setting in asked if not store.is_stored(ask, setting)]
+    if missing:
+        tell_cost(model, facts, settings, missing, part)
+    tables = []
+    for result in models.each(partial(run_setting, **options), model, asked, "tracing"):
+        table = result.frame()
+        if each:
+            table["w"] = list(result.tensors["w"])
+            table["z"] = list(result.tensors["z"])
+            table["clean"] = [result.tensors["clean"]] * len(table)
+        tables.append(table)
+    return pd.concat(tables, ignore_index=True)
 
 
 @torch.no_grad()
@@ -610,10 +664,10 @@ def trace_prompt(
     rows = torch.zeros(draws if constant is None else 1, dtype=torch.int64)
     if constant is None:
         sigma = spread(model) if sigma is None else sigma
-        std = noise * sigma.to(model.device, model.dtype)
+        std = noise * sigma.to(model.device)
         change = prompts.noise(rows, range(draws), std, seed)
     else:
-        change = prompts.constant(rows, [constant.to(model.device, model.dtype)])
+        change = prompts.constant(rows, [constant.to(model.device)])
     width = change.shape[2]
     # copy 0 restores nothing, copy i column i − 1
     where = torch.eye(1 + width, dtype=torch.bool, device=model.device)[:, None, 1:]

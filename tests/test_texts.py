@@ -233,6 +233,37 @@ def test_a_fact_is_taken_once_with_templates_that_vary(knowing):
     assert known["P103"].tolist() == [False]
 
 
+def test_facts_of_ones_own_come_as_a_table_or_as_a_csv_file(knowing, tmp_path):
+    model, _ = knowing
+    rows = [
+        ("Vinson Massif is of", "Vinson Massif", "Antarctica"),
+        ("Łódź is of", "Łódź", "Poland"),
+        ("Danielle Darrieux is of", "Danielle Darrieux", "French"),
+    ]
+    table = pd.DataFrame(rows, columns=["prompt", "subject", "answer"])
+    task = texts.facts(model, table=table)
+    assert task.prompts == ("Vinson Massif is of", "Łódź is of"), "the third is not known"
+    assert set(task.relation) == {"own"}
+    assert not task.of_paper
+    spans = [texts.subject_span(model, prompt, prompt[:-6]) for prompt in task.prompts]
+    assert [tuple(span) for span in task.subject.tolist()] == spans
+    table.assign(relation=["a", "b", "b"]).to_csv(tmp_path / "mine.csv", index=False)
+    assert texts.facts(model, table=tmp_path / "mine.csv").relation == ("a", "b")
+    with pytest.raises(ValueError, match="columns prompt, subject and answer.*subject is missing"):
+        texts.facts(model, table=table.drop(columns="subject"))
+    with pytest.raises(FileNotFoundError, match="nothing.csv"):
+        texts.facts(model, table=tmp_path / "nothing.csv")
+
+
+def test_an_answer_that_the_model_has_no_token_for_is_not_known(gpt2):
+    unknown = "qqzzy"
+    assert gpt2.unknown_words(unknown)
+    table = pd.DataFrame({"prompt": ["dogs eat"], "subject": ["dogs"], "answer": [unknown]})
+    oracle = Oracle(gpt2, {"dogs eat": unknown})
+    with pytest.raises(ValueError, match="knows none of the facts"):
+        texts.facts(oracle, table=table)
+
+
 def test_the_split_is_stratified_by_relation_and_seeded(knowing):
     model, paths = knowing
     one, same, other = (texts.facts(model, lre=paths["lre"], seed=seed) for seed in (0, 0, 1))

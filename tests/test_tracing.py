@@ -20,7 +20,7 @@ from oa_utils.tracing import (
     spread,
     trace,
     trace_prompt,
-    trace_runs,
+    unpatched_constant,
     window_of,
 )
 
@@ -31,7 +31,7 @@ SIGMA = torch.linspace(0.05, 0.2, 32)
 QUICK = {"draws": 2, "steps": 12, "batch": 4, "look_every": 4}
 
 
-def make(family):
+def make_hf(family):
     """Four layers that all matter, and predictions that are far from even."""
     if family == "gpt2":
         hf = random_gpt2(vocab=VOCAB, n_layer=4)
@@ -42,7 +42,11 @@ def make(family):
         weight.data *= 2 if in_a_block and weight.ndim == 2 else 1
     unembedding = 0.7 * torch.randn(VOCAB, 32, generator=machine.generator(5))
     hf.lm_head.weight = torch.nn.Parameter(unembedding)
-    return wrap(hf, name=f"tracing-{family}", device="cpu")
+    return hf
+
+
+def make(family):
+    return wrap(make_hf(family), name=f"tracing-{family}", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,14 @@ def hand_made(n=N, seed=1):
 @pytest.fixture(scope="module")
 def task():
     return hand_made()
+
+
+def one_setting(
+    model, facts, kind="mlp", position="last", window=1, method="oat", sigma=None, **settings
+):
+    """One setting with all that is stored."""
+    setting = tracing.Setting(kind, position, window, method, tuple(range(model.n_layers)))
+    return tracing.run_setting(model, setting, facts, TraceSettings(**settings), sigma)
 
 
 # ---- the plain form: every copy whole, from its token embeddings
@@ -302,7 +314,7 @@ def test_the_corrupted_copy_is_never_patched(model, task):
     for method in ("gnt", "oat"):
         table = trace(model, task, **everything, sigma=SIGMA, method=method, **QUICK)
         assert np.ptp(table.p_corrupt) < 1e-6
-    base = trace_runs(model, task, window=1, **QUICK)[0].tensors["unpatched"]
+    base = one_setting(model, task, window=1, **QUICK).tensors["unpatched"]
     expected = plainly(model, task.test, constant(model, task.test, base)).mean().item()
     assert table.p_corrupt[0] == pytest.approx(expected, abs=1e-5)
 
@@ -334,7 +346,7 @@ def test_aie_is_clipped_per_prompt_and_one_only_when_all_is_recovered():
 
 
 def test_aie_follows_from_what_is_stored(model, task):
-    [result] = trace_runs(model, task, "attn", "last_subject", 3, "gnt", sigma=SIGMA, **QUICK)
+    result = one_setting(model, task, "attn", "last_subject", 3, "gnt", sigma=SIGMA, **QUICK)
     test = task.test
     where = spans(test)["last_subject"]
     clean, _, _ = clean_run(model, test)
@@ -389,7 +401,7 @@ def test_mlp_0_of_a_model_that_reads_the_embedding_through_it_alone_recovers_all
 
 
 def test_trained_constants_lose_no_more_than_the_mean_embedding(model, task):
-    [result] = trace_runs(model, task, "mlp", "last", 1, "oat", **QUICK)
+    result = one_setting(model, task, "mlp", "last", 1, "oat", **QUICK)
     train = task.train
     clean, _, _ = clean_run(model, train)
     where = spans(train)["last"]
@@ -412,16 +424,78 @@ def test_training_in_micro_batches_gives_the_same_constants(two_models, task, mo
     def constants(place, limit):
         monkeypatch.setenv("OA_STORE", str(store.folder() / place))
         monkeypatch.setattr(tracing, "PASS_COLUMNS", limit)
-        [result] = trace_runs(two_models["llama"], task, "attn", "subject", 3, "oat", **QUICK)
+        result = one_setting(two_models["llama"], task, "attn", "subject", 3, "oat", **QUICK)
         return result.tensors["constants"]
 
     torch.testing.assert_close(constants("a", 10**6), constants("b", 60), atol=1e-4, rtol=0)
 
 
+def test_every_constant_starts_from_the_better_of_the_mean_and_the_unpatched_one(model, task):
+    """The unpatched one was trained for no restoration, which is close to restoring little."""
+    settings = {**QUICK, "steps": 60, "lr": 0.1}
+    base = unpatched_constant(model, task, **settings)
+    train = task.train
+    mean = model.embed_tokens(train.tokens[spans(train)["subject"]]).mean(0)
+    clean, _, _ = clean_run(model, train)
+    where = spans(train)["last"]
+
+    def loss(value, layer):
+        p = plainly(model, train, constant(model, train, value), "attn", [layer], where)
+        return (clean - p).clamp(min=0).mean().item()
+
+    result = one_setting(model, task, "attn", **settings)
+    begun = [curve[0][1] for curve in result.numbers["curves"]]
+    for layer, (began, start) in enumerate(zip(begun, result.numbers["starts"], strict=True)):
+        losses = {"mean": loss(mean, layer), "unpatched": loss(base, layer)}
+        assert began == pytest.approx(min(losses.values()), abs=1e-5)
+        assert losses[start] == pytest.approx(min(losses.values()), abs=1e-5)
+    assert "unpatched" in result.numbers["starts"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gives_the_effects_of_single_precision(task, dtype):
+    def rounded(kept_as):
+        hf = make_hf("gpt2").to(dtype).to(kept_as)
+        return wrap(hf, name=f"kept-as-{kept_as}", device="cpu")
+
+    half = rounded(dtype)
+    full = rounded(torch.float32)
+    assert half.dtype == dtype
+    for method in ("gnt", "oat"):
+        tables = [
+            trace(model, task, "mlp", "subject", 3, method, sigma=SIGMA, **QUICK)
+            for model in (half, full)
+        ]
+        for column in ("p_clean", "p_corrupt", "p_patched"):
+            one, other = (table[column].tolist() for table in tables)
+            assert one == pytest.approx(other, rel=0.02, abs=2e-3), (method, column)
+    assert one_setting(half, task, **QUICK).tensors["constants"].dtype == torch.float32
+
+
+def test_the_train_facts_can_be_traced_too_and_each_fact_is_there_on_request(small, task):
+    table = trace(
+        small, task, window=1, method="gnt", sigma=SIGMA, part="train", each=True, **QUICK
+    )
+    only = trace(
+        small,
+        replace(task[task.part == 0], part=torch.full((7,), 2)),
+        window=1,
+        method="gnt",
+        sigma=SIGMA,
+        **QUICK,
+    )
+    assert (table.n == len(task.train)).all()
+    np.testing.assert_allclose(table.aie, only.aie, atol=1e-5)
+    for row in table.itertuples():
+        assert len(row.w) == len(row.z) == len(row.clean) == row.n
+        assert row.aie == pytest.approx(tracing.aie(row.w, row.z)["aie"], abs=1e-6)
+        assert row.p_clean == pytest.approx(row.clean.mean().item(), abs=1e-6)
+
+
 def test_same_constant_takes_each_layers_own_in_the_denominator(small, task):
     test = task.test
-    [own] = trace_runs(small, task, window=1, **QUICK)
-    [same] = trace_runs(small, task, window=1, same_constant=True, **QUICK)
+    own = one_setting(small, task, window=1, **QUICK)
+    same = one_setting(small, task, window=1, same_constant=True, **QUICK)
     torch.testing.assert_close(own.tensors["constants"], same.tensors["constants"])
     torch.testing.assert_close(own.tensors["w"], same.tensors["w"])
     assert own.tensors["z"].std(0).max() < 1e-6
@@ -438,7 +512,7 @@ def test_same_constant_takes_each_layers_own_in_the_denominator(small, task):
 
 def test_every_setting_is_in_the_signature_and_nonsense_is_refused(small, task):
     names = {field.name for field in fields(TraceSettings)}
-    for function in (trace, trace_runs):
+    for function in (trace, unpatched_constant):
         parameters = inspect.signature(function).parameters
         assert names < set(parameters)
         assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
@@ -446,6 +520,9 @@ def test_every_setting_is_in_the_signature_and_nonsense_is_refused(small, task):
         trace(small, task, window=1, look_every=0)
     with pytest.raises(ValueError, match="draws must be at least 1"):
         trace(small, task, window=1, draws=0)
+    for name in ("lr", "batch", "steps", "noise"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 0"):
+            trace(small, task, window=1, **{name: -1})
     with pytest.raises(TypeError, match="sttps"):
         trace(small, task, window=1, sttps=3)
 
@@ -505,9 +582,9 @@ def test_a_killed_run_goes_on_with_the_settings_that_are_missing(small, task, mo
 
 
 def test_killed_training_goes_on_from_its_snapshot_with_the_same_numbers(small, task, monkeypatch):
-    whole = trace_runs(small, task, window=1, **QUICK)[0]
+    whole = one_setting(small, task, window=1, **QUICK)
     monkeypatch.setenv("OA_STORE", str(store.folder() / "killed"))
-    tracing.unpatched_constant(small, task, TraceSettings(**QUICK).used_by("oat"))
+    unpatched_constant(small, task, **QUICK)
     real = Prompts.passes
     steps = []
 
@@ -522,11 +599,23 @@ def test_killed_training_goes_on_from_its_snapshot_with_the_same_numbers(small, 
     with monkeypatch.context() as patch:
         patch.setattr(Prompts, "passes", dies)
         with pytest.raises(KeyboardInterrupt):
-            trace_runs(small, task, window=1, **QUICK)
-    again = trace_runs(small, task, window=1, **QUICK)[0]
+            one_setting(small, task, **QUICK)
+    again = one_setting(small, task, window=1, **QUICK)
     assert again.numbers == whole.numbers
     for name, value in whole.tensors.items():
         assert torch.equal(again.tensors[name], value), name
+
+
+def test_the_cost_is_told_once_for_what_is_not_stored(small, task, monkeypatch):
+    told = []
+    monkeypatch.setattr(machine, "announce", told.append)
+    trace(small, task, **ASKED)
+    assert len(told) == 1
+    assert told[0].startswith("4 settings of tracing: about ")
+    trace(small, task, **ASKED)
+    assert len(told) == 1, "what is stored costs nothing"
+    trace(small, task, **ASKED | {"window": [1, 3], "position": ["last", "subject"]})
+    assert told[1].startswith("4 settings")
 
 
 def test_settings_side_by_side_give_the_same_numbers(small, task, monkeypatch):
@@ -601,6 +690,7 @@ def test_a_text_with_its_subject_makes_a_map(gpt2):
         ({"window": []}, "no window"),
         ({"layers": [4]}, "has 0 … 3"),
         ({"layers": []}, "has 0 … 3"),
+        ({"part": "all"}, "part 'all': it is one of train, validation, test"),
     ],
 )
 def test_wrong_requests_say_what_there_is(small, task, what, message):
