@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from oa_utils import stats, store
@@ -23,12 +23,22 @@ SETTING = ["kind", "position", "window", "method"]
 CLEAN = 0.306  # mean probability of the answer on the test facts of GPT-2-XL
 CORRUPTED = {"gnt": 0.123, "oat": 0.087}
 CORRUPTION = {"gnt": "noise", "oat": "the optimal constant"}
-DEPTH = 48  # layers of GPT-2-XL; those that the paper names are taken at the same relative depth
-QUIET = (16, 24)  # where it finds OAT's attention quiet
+DEPTH = 48  # layers of GPT-2-XL; ROME's early site is taken at the same relative depth
 EARLY = (10, 20)  # ROME's "early site"
+QUIET = (16, 24)  # where the paper finds OAT's attention quiet: of its own curves only
+FLANK = (0.2, 0.5)  # elsewhere: below GNT's highest AIE, layers with so much of it (as 16–24 have)
 
 Curve = Float[ndarray, " layer"]
 Curves = dict[tuple[str, str, int, str], Curve]  # by kind, position, rank of the window, method
+
+
+class Places(NamedTuple):
+    """Which layers and settings a statement is about: decided before the statistics are looked
+    at."""
+
+    early: Bool[ndarray, " layer"]
+    quiet: Bool[ndarray, " layer"]
+    loud: frozenset[tuple[str, str, int]]  # settings in which both methods have any effect
 
 
 # ---- statistics
@@ -44,50 +54,82 @@ def concentration(values: Sequence[float] | pd.Series | ndarray) -> tuple[float,
     return float(top), float(entropy)
 
 
+def above_noise(rows: pd.DataFrame) -> bool:
+    """Whether some layer's AIE is above two standard errors; curves without errors are believed."""
+    return bool((rows.aie > (2 * rows.se if "se" in rows else 0)).any())
+
+
+def loud_settings(table: pd.DataFrame) -> list[tuple[str, str, int]]:
+    """Settings (kind, position, window) in which both methods are above noise."""
+    index = ["kind", "position", "window"]
+    return [
+        setting
+        for setting, rows in table.groupby(index)
+        if all(above_noise(part) for _, part in rows.groupby("method"))
+        and rows.method.nunique() == len(METHODS)
+    ]
+
+
 def concentrations(table: pd.DataFrame) -> pd.DataFrame:
-    """Share and entropy of every setting in a table of `trace`, with a column for each method."""
-    rows = [(*key, *concentration(rows.aie)) for key, rows in table.groupby(SETTING)]
+    """Share and entropy of every setting that is above noise with both methods, a column each."""
+    rows = []
+    for setting in loud_settings(table):
+        for method in METHODS:
+            rows.append((*setting, method, *concentration(pick(table, *setting, method).aie)))
     frame = pd.DataFrame(rows, columns=[*SETTING, "share", "entropy"])
     index = ["kind", "position", "window"]
     return frame.pivot(index=index, columns="method", values=["share", "entropy"])
 
 
-def between(depth: Curve, layers: tuple[int, int]) -> ndarray:
-    return (depth >= layers[0]) & (depth <= layers[1])
+def between(values: Curve, ends: tuple[float, float]) -> Bool[ndarray, " layer"]:
+    return (values >= ends[0]) & (values <= ends[1])
 
 
-def peak(curves: Curves, depth: Curve, kind: str, position: str, rank: int) -> float:
+def quiet_layers(train: pd.DataFrame) -> Bool[ndarray, " layer"]:
+    """Layers below GNT's highest AIE that have a fifth to half of it, and more than two standard
+    errors, on train facts: `train` are GNT's rows of attention at the last token."""
+    rows = train.sort_values("layer")
+    share = rows.aie.to_numpy() / max(rows.aie.max(), ROUNDING)
+    below = np.arange(len(rows)) < share.argmax()
+    sure = (rows.aie > 2 * rows.se).to_numpy()
+    return below & sure & between(share, FLANK)
+
+
+def peak(curves: Curves, places: Places, kind: str, position: str, rank: int) -> float:
     """OAT's highest AIE."""
     return curves[kind, position, rank, "oat"].max()
 
 
-def lead(curves: Curves, depth: Curve, kind: str, position: str, rank: int) -> float:
-    """By how much OAT's highest AIE is above GNT's."""
-    return curves[kind, position, rank, "oat"].max() - curves[kind, position, rank, "gnt"].max()
+def lead(curves: Curves, places: Places, kind: str, position: str, rank: int) -> float:
+    """By how much OAT's highest AIE is above GNT's; unknown where neither has any."""
+    oat = curves[kind, position, rank, "oat"].max()
+    gnt = curves[kind, position, rank, "gnt"].max()
+    return oat - gnt if max(oat, gnt) > 0 else math.nan
 
 
-def quiet(curves: Curves, depth: Curve) -> float:
-    """OAT's mean AIE less GNT's, of attention a third to half of the way up."""
-    layers = between(depth, QUIET)
-    oat = curves["attn", "last", 1, "oat"][layers].mean()
-    return oat - curves["attn", "last", 1, "gnt"][layers].mean()
+def quiet(curves: Curves, places: Places) -> float:
+    """OAT's mean AIE less GNT's, of attention at quiet layers."""
+    if not places.quiet.any():
+        return math.nan
+    oat = curves["attn", "last", 1, "oat"][places.quiet].mean()
+    return oat - curves["attn", "last", 1, "gnt"][places.quiet].mean()
 
 
-def focus(curves: Curves, depth: Curve, measure: int) -> float:
-    """OAT's concentration less GNT's (share: 0, entropy: 1), mean over settings."""
+def focus(curves: Curves, places: Places, measure: int) -> float:
+    """OAT's concentration less GNT's (share: 0, entropy: 1), mean over settings above noise."""
     differences = []
-    for setting in sorted({key[:3] for key in curves}):
+    for setting in sorted(places.loud):
         oat, gnt = (concentration(curves[*setting, method])[measure] for method in ("oat", "gnt"))
         differences.append(oat - gnt)
-    return float(np.nanmean(differences))
+    known = [difference for difference in differences if not math.isnan(difference)]
+    return float(np.mean(known)) if known else math.nan
 
 
-def early(curves: Curves, depth: Curve, method: str) -> float:
+def early(curves: Curves, places: Places, method: str) -> float:
     """Highest AIE of the early site's MLPs: at the last subject token, as a share of that at all
     subject tokens."""
-    layers = between(depth, EARLY)
-    last = curves["mlp", "last_subject", 1, method][layers].max()
-    every = curves["mlp", "subject", 1, method][layers].max()
+    last = curves["mlp", "last_subject", 1, method][places.early].max()
+    every = curves["mlp", "subject", 1, method][places.early].max()
     return last / every if every else math.nan
 
 
@@ -96,73 +138,68 @@ def early(curves: Curves, depth: Curve, method: str) -> float:
 
 class Statement(NamedTuple):
     text: str
-    statistic: Callable[[Curves, Curve], float]  # of curves and of the layers' depths in GPT-2-XL
-    above: float | None = None  # it holds if the statistic is above this
-    below: float | None = None  # or below this
+    statistic: Callable[[Curves, Places], float]
+    rule: str  # of the statistic's interval over test facts
     needs: tuple[tuple, tuple, tuple] = (KINDS, POSITIONS, (0, 1, 2))  # kinds, positions, ranks
-
-    def holds(self, value: float) -> bool | None:
-        """None: the statistic is unknown."""
-        if math.isnan(value):
-            return None
-        return bool(value > self.above if self.below is None else value < self.below)
 
 
 STATEMENTS = {
     "peak.attn.last": Statement(
         "a window of attention layers at the last token: OAT's highest AIE less GNT's is positive",
         partial(lead, kind="attn", position="last", rank=1),
-        above=0,
+        "> 0",
         needs=(("attn",), ("last",), (1,)),
     ),
     "peak.attn.subject": Statement(
         "a wide window of attention layers at the subject: OAT's highest AIE less GNT's is "
         "positive",
         partial(lead, kind="attn", position="subject", rank=2),
-        above=0,
+        "> 0",
         needs=(("attn",), ("subject",), (2,)),
     ),
     "single.attn.last": Statement(
         "one attention layer alone, at the last token, has an AIE above 8 % with OAT",
         partial(peak, kind="attn", position="last", rank=0),
-        above=0.08,
+        "> 0.08",
         needs=(("attn",), ("last",), (0,)),
     ),
     "single.lead": Statement(
         "one attention layer alone, at the last token: OAT's highest AIE less GNT's is positive",
         partial(lead, kind="attn", position="last", rank=0),
-        above=0,
+        "> 0",
         needs=(("attn",), ("last",), (0,)),
     ),
     "quiet.attn.last": Statement(
-        "windows of attention layers a third to half of the way up, last token: "
-        "OAT's mean AIE less GNT's is negative",
+        "windows of attention layers below GNT's peak, where its AIE on train facts is a fifth to "
+        "half of the highest (in the paper layers 16–24), last token: OAT's mean AIE less GNT's is "
+        "negative",
         quiet,
-        below=0,
+        "< 0",
         needs=(("attn",), ("last",), (1,)),
     ),
     "share": Statement(
-        "OAT localises better: share of all AIE in the top 10 % of layers, less GNT's, "
-        "mean over settings",
+        "OAT localises better: share of all AIE in the top 10 % of layers, less GNT's, mean over "
+        "settings above noise, is positive",
         partial(focus, measure=0),
-        above=0,
+        "> 0",
     ),
     "entropy": Statement(
-        "OAT localises better: entropy of AIE over layers, less GNT's, mean over settings",
+        "OAT localises better: entropy of AIE over layers, less GNT's, mean over settings above "
+        "noise, is negative",
         partial(focus, measure=1),
-        below=0,
+        "< 0",
     ),
     "last_subject.gnt": Statement(
         "MLPs of the early site with GNT: the last subject token alone has over half of the AIE "
         "of all subject tokens",
         partial(early, method="gnt"),
-        above=0.5,
+        "> 0.5",
         needs=(("mlp",), ("last_subject", "subject"), (1,)),
     ),
     "last_subject.oat": Statement(
         "the same with OAT: less than half",
         partial(early, method="oat"),
-        below=0.5,
+        "< 0.5",
         needs=(("mlp",), ("last_subject", "subject"), (1,)),
     ),
 }
@@ -207,7 +244,16 @@ def curves(table: pd.DataFrame, windows: Sequence[int]) -> Curves:
     }
 
 
-def statistics(aie: Curves, depth: Curve) -> dict[str, float]:
+def places_of(
+    table: pd.DataFrame, n_layers: int, windows: Sequence[int], quiet: Bool[ndarray, " layer"]
+) -> Places:
+    loud = [
+        (kind, position, windows.index(window)) for kind, position, window in loud_settings(table)
+    ]
+    return Places(between(depths(table, n_layers), EARLY), quiet, frozenset(loud))
+
+
+def statistics(aie: Curves, places: Places) -> dict[str, float]:
     """The statistic of every statement whose curves are there."""
     known_ranks = {key[2] for key in aie}
     values = {}
@@ -215,75 +261,94 @@ def statistics(aie: Curves, depth: Curve) -> dict[str, float]:
         kinds, positions, ranks = statement.needs
         needed = list(product(kinds, positions, known_ranks & set(ranks), METHODS))
         if needed and all(key in aie for key in needed):
-            values[name] = float(statement.statistic(aie, depth))
+            values[name] = float(statement.statistic(aie, places))
     return values
 
 
-def removed(table: pd.DataFrame) -> dict[str, float]:
-    """The share of the answer's probability that each corruption takes away."""
-    p = table.groupby("method")[["p_clean", "p_corrupt"]].mean()
-    return (1 - p.p_corrupt / p.p_clean).to_dict()
+def paper_statistics() -> dict[str, float]:
+    """Of the authors' curves, at the layers that the paper names."""
+    paper = anchors()
+    windows = windows_of(paper)
+    quiet = between(depths(paper, DEPTH), QUIET)
+    return statistics(curves(paper, windows), places_of(paper, DEPTH, windows, quiet))
 
 
 def intervals(
-    results: Sequence[store.Result], windows: Sequence[int], depth: Curve, n: int
+    table: pd.DataFrame, windows: Sequence[int], places: Places, n: int
 ) -> dict[str, tuple[float, float]]:
-    """95 % intervals over test facts, drawn together in all settings."""
+    """95 % intervals over test facts, drawn together in all settings, from every fact's w and z."""
     keys = []
-    for result in results:
-        row = result.numbers["rows"][0]
-        keys.append((row["kind"], row["position"], windows.index(row["window"]), row["method"]))
-    w = np.stack([stats.array(result.tensors["w"]) for result in results])  # [setting layer fact]
-    z = np.stack([stats.array(result.tensors["z"]) for result in results])
-    n_facts = w.shape[2]
+    w = []  # [setting layer fact]
+    z = []
+    for (kind, position, window, method), rows in table.sort_values("layer").groupby(SETTING):
+        keys.append((kind, position, windows.index(window), method))
+        w.append(np.stack([stats.array(each) for each in rows.w]))
+        z.append(np.stack([stats.array(each) for each in rows.z]))
+    n_facts = w[0].shape[1]
     even = np.full(n_facts, 1 / n_facts)
     times = np.random.default_rng(0).multinomial(n_facts, even, n).T  # [fact draw]
-    lost = (z @ times).clip(ROUNDING * n_facts)
-    aie = (1 - (w @ times) / lost).clip(0)  # [setting layer draw]
-    drawn = [statistics(dict(zip(keys, aie[..., draw], strict=True)), depth) for draw in range(n)]
+    lost = (np.stack(z) @ times).clip(ROUNDING * n_facts)
+    aie = (1 - (np.stack(w) @ times) / lost).clip(0)  # [setting layer draw]
+    drawn = [statistics(dict(zip(keys, aie[..., draw], strict=True)), places) for draw in range(n)]
     low_high = pd.DataFrame(drawn).quantile([0.025, 0.975])
     return {name: tuple(low_high[name]) for name in low_high}
 
 
-def claims(
-    table: pd.DataFrame, n_layers: int, results: Sequence[store.Result] = (), n: int = 200
-) -> list[Claim]:
-    """The paper's claims on a table of `trace`, beside the same statistics of the authors' curves.
+def removed(table: pd.DataFrame) -> list[Claim]:
+    """The share of the answer's probability that each corruption takes away."""
+    listed = []
+    for method, rows in table.groupby("method"):
+        row = rows.iloc[0]  # the corrupted copy is the same in every setting
+        share = 1 - row.p_corrupt / row.p_clean
+        reach = math.nan
+        if "clean" in rows:
+            reach = 1.96 * stats.ratio_se(row.z, row.clean)[1]
+        claim = Claim(
+            id=f"tracing.removed.{method}",
+            paper=f"{CORRUPTION[method]} in the subject's place takes most of the answer's "
+            "probability away: over half",
+            paper_value=1 - CORRUPTED[method] / CLEAN,
+            measured=share,
+            low=share - reach,
+            high=share + reach,
+            rule="> 0.5",
+            seeds=int(method == "oat"),
+            source="causal_tracing",
+        )
+        listed.append(claim)
+    return listed
 
-    Intervals, of n draws, come from `results` as `trace_runs` returns them.
+
+def claims(table: pd.DataFrame, train: pd.DataFrame, n_layers: int, n: int = 200) -> list[Claim]:
+    """The paper's claims on a table of `trace` of test facts, beside the same statistics of the
+    authors' curves.
+
+    Intervals, of n draws of facts, where the table has what is missing of each (`each=True`). GNT's
+    rows of `train` facts choose the quiet layers.
     """
-    paper = anchors()
-    paper_values = statistics(curves(paper, windows_of(paper)), depths(paper, DEPTH))
     windows = windows_of(table)
-    depth = depths(table, n_layers)
-    bounds = intervals(results, windows, depth, n) if results else {}
-    decided = []
-    for name, value in statistics(curves(table, windows), depth).items():
-        statement = STATEMENTS[name]
-        low, high = bounds.get(name, (None, None))
+    chooses = pick(train, "attn", "last", windows[1], "gnt") if len(windows) > 1 else train[:0]
+    n_here = table.layer.nunique()
+    quiet = quiet_layers(chooses) if len(chooses) == n_here else np.zeros(n_here, dtype=bool)
+    places = places_of(table, n_layers, windows, quiet)
+    bounds = intervals(table, windows, places, n) if "w" in table else {}
+    paper_values = paper_statistics()
+    listed = []
+    for name, value in statistics(curves(table, windows), places).items():
+        low, high = bounds.get(name, (None, None)) if not math.isnan(value) else (None, None)
         claim = Claim(
             id=f"tracing.{name}",
-            paper=statement.text,
+            paper=STATEMENTS[name].text,
             paper_value=paper_values[name],
             measured=value,
             low=low,
             high=high,
-            holds=statement.holds(value),
+            rule=STATEMENTS[name].rule,
+            seeds=0 if name == "last_subject.gnt" else 1,
             source="causal_tracing",
         )
-        decided.append(claim)
-    for method, share in removed(table).items():
-        claim = Claim(
-            id=f"tracing.removed.{method}",
-            paper=f"{CORRUPTION[method]} in the subject's place takes most of the answer's "
-            "probability away",
-            paper_value=1 - CORRUPTED[method] / CLEAN,
-            measured=share,
-            holds=share > 0.5,
-            source="causal_tracing",
-        )
-        decided.append(claim)
-    return decided
+        listed.append(claim)
+    return [*listed, *removed(table)]
 
 
 def some(facts: Task, n: int) -> Task:
@@ -296,11 +361,52 @@ def some(facts: Task, n: int) -> Task:
     return facts[torch.cat(chosen).sort().values]
 
 
-def published(model_name: str) -> pd.DataFrame:
+def published(model_name: str, part: str = "test") -> pd.DataFrame:
     """Published AIEs of the main settings: those of the facts that most settings have, each copy
-    with its own constant."""
+    with its own constant, measured on a part."""
     table = store.results(model_name, "causal_tracing")
     records = store.records(model_name, "causal_tracing")
     facts = table.file.map({name: record["task_fingerprint"] for name, record in records.items()})
-    main = (facts == facts.mode()[0]) & ~table.same_constant
+    main = (facts == facts.mode()[0]) & ~table.same_constant & (table.part == part)
     return table[main].reset_index(drop=True)
+
+
+# ---- in words
+
+
+def finding(table: pd.DataFrame, model_name: str) -> str:
+    """What was found, in one sentence."""
+    window = windows_of(table)[min(1, len(windows_of(table)) - 1)]
+    tops = {}
+    for method in METHODS:
+        rows = pick(table, "attn", "last", window, method)
+        tops[method] = rows.loc[rows.aie.idxmax()]
+    return (
+        f"{model_name}: restoring {window} attention layers at the last token brings back at most "
+        f"{tops['oat'].aie:.0%} of the answer with OAT (around layer {tops['oat'].layer}) and "
+        f"{tops['gnt'].aie:.0%} with GNT (around layer {tops['gnt'].layer})."
+    )
+
+
+def discussion(listed: Sequence[Claim]) -> str:
+    """What to make of each claim that does not hold or is undecided, as Markdown."""
+    whys = {
+        "peak": "both ways of corrupting give these layers much the same effect here",
+        "single": "one layer alone does less, or the same, with either corruption",
+        "quiet": "with few layers hardly one has a small effect without being next to a large "
+        "one, and OAT restores more than GNT wherever something is restored",
+        "share": "few settings have an effect above noise with both methods, and each has few "
+        "layers to spread it over",
+        "entropy": "few settings have an effect above noise with both methods, and each has few "
+        "layers to spread it over",
+        "last_subject": "it depends on how many tokens the subjects have, and on how much of a "
+        "name its last token gives away",
+        "removed": "the rest of the prompt gives the answer away",
+    }
+    lines = []
+    for claim in listed:
+        if claim.holds is not True:
+            word = "does not hold" if claim.holds is False else "is undecided"
+            why = whys[claim.id.split(".")[1]]
+            lines.append(f"- `{claim.id}` {word} ({claim.interval}): {why}.")
+    return "\n".join(lines) or "Every claim holds."
