@@ -42,7 +42,7 @@ def test_the_authors_curves_fall_where_the_window_leaves_mlp_0():
 N_FACTS = 60
 
 
-def traced(table: pd.DataFrame, error: float = 0.02) -> pd.DataFrame:
+def traced(table: pd.DataFrame, error: float = 0.002) -> pd.DataFrame:
     """Curves as `trace(…, each=True)` gives them: facts whose w and z make these AIEs."""
     rng = np.random.default_rng(0)
     lost = {"gnt": 0.8, "oat": 0.2}
