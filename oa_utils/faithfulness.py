@@ -19,11 +19,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from oa_utils import machine, store
-from oa_utils.lenses import Lens, Readings, TunedLens
+from oa_utils.lenses import Lens, Readings, TunedLens, fingerprints
 from oa_utils.models import KeysValues, Model, recording
 
-VERSION = 1
+VERSION = 2
 PERTURBATIONS = ("steer_random", "steer_basis", "project_random", "project_basis", "resample_basis")
+# as steering, with a length drawn anew for each context: then a direction has no size of its own
+EACH = ("steer_random_each", "steer_basis_each")
 REFERENCE = ("shift_basis", "project_columns", "shift_columns")  # what the reference code did
 MEASURES = ("magnitude", "magnitude_rank", "direction")
 PASS = 256  # rows of logits in one pass
@@ -34,7 +36,7 @@ Reactions = dict[str, Float[Tensor, "contexts versions"]]
 @dataclass(frozen=True)
 class FaithSettings:
     directions: int = 128  # random ones; of a basis at most as many, drawn uniformly
-    contexts: int = 24  # for each direction
+    contexts: int = 24  # the same for all directions
     resampled: int = 256  # contexts of the resample perturbation
     share: float = 0.13  # of the basis, its leading part, that is resampled
     target: float = 0.2  # E[KL] of the model under steering, in nats
@@ -240,19 +242,46 @@ def measures(
     return np.stack([_pearson(log_full, log_lens), _pearson(*ranks), similar.mean(-1)])
 
 
-def row(reactions: Reactions, name: str, settings: FaithSettings) -> dict[str, float]:
-    """Measures of one lens with 95 % bands: over directions (means over contexts), or over contexts
-    where there is one version only."""
-    averaged = 0 if reactions["model"].shape[1] > 1 else 1
-    keys = ("model", name, f"{name}.similarity")
-    each = [reactions[key].double().mean(averaged).numpy() for key in keys]
-    n = len(each[0])
-    draws = np.random.default_rng(settings.seed).integers(n, size=(settings.resamples, n))
-    low, high = np.quantile(measures(*(x[draws] for x in each)), [0.025, 0.975], axis=1)
-    numbers = {"kl": each[0].mean(), "kl_lens": each[1].mean(), "n": n}
-    for i, (measure, value) in enumerate(zip(MEASURES, measures(*each), strict=True)):
-        numbers |= {measure: value, f"{measure}_low": low[i], f"{measure}_high": high[i]}
-    return numbers
+def resampled(
+    values: Float[np.ndarray, "contexts versions"], settings: FaithSettings
+) -> Float[np.ndarray, "draws n"]:
+    """Means over contexts of each version (of a single version each context): first as they are,
+    then with contexts and versions drawn anew, the same ones for all values of a shape."""
+    b, m = values.shape
+    rng = np.random.default_rng(settings.seed)
+    n = m if m > 1 else b
+    order = np.vstack([np.arange(n), rng.integers(n, size=(settings.resamples, n))])
+    if m == 1:
+        return values[:, 0][order]
+    counts = np.vstack([np.ones(b), rng.multinomial(b, np.full(b, 1 / b), settings.resamples)])
+    return np.take_along_axis(counts @ values / b, order, 1)
+
+
+def rows_of(
+    reactions: Reactions, names: Sequence[str], settings: FaithSettings
+) -> list[dict[str, float | str]]:
+    """Measures of each lens with 95 % bands over versions and contexts, and by how much they exceed
+    those of the first lens."""
+    each = {key: resampled(value.double().numpy(), settings) for key, value in reactions.items()}
+    rows = []
+    for name in names:
+        drawn = measures(each["model"], each[name], each[f"{name}.similarity"])
+        first = drawn if not rows else first
+        lead = drawn - first
+        size = {"kl": each["model"][0].mean(), "kl_lens": each[name][0].mean()}
+        numbers = {"lens": name, **size, "n": each["model"].shape[1]}
+        for i, measure in enumerate(MEASURES):
+            low, high = np.quantile(drawn[i, 1:], [0.025, 0.975])
+            numbers |= {
+                measure: drawn[i, 0],
+                f"{measure}_se": drawn[i, 1:].std(),
+                f"{measure}_low": low,
+                f"{measure}_high": high,
+                f"{measure}_lead": lead[i, 0],
+                f"{measure}_lead_se": lead[i, 1:].std(),
+            }
+        rows.append(numbers)
+    return rows
 
 
 # ---- the experiment
@@ -282,29 +311,30 @@ def layer_rows(
         perturbation: str, basis: str, reactions: Reactions, strength: float | None = None
     ) -> None:
         place = {"layer": layer, "perturbation": perturbation, "basis": basis, "strength": strength}
-        for lens in lenses:
-            rows.append({**place, "lens": lens, **row(reactions, lens, settings)})
+        rows.extend({**place, **row} for row in rows_of(reactions, list(lenses), settings))
 
     some = torch.randperm(model.d_model, generator=rng)[: settings.directions].to(streams.device)
     leading = max(1, round(settings.share * model.d_model))
     probe = Probe(model, test[: settings.contexts], layer, lenses)
     calibration = Probe(model, train[: settings.contexts], layer, lenses)
-    resampled = Probe(model, test[: settings.resampled], layer, lenses)
-    partners = resampled.resid.roll(1, 0)
+    swapping = Probe(model, test[: settings.resampled], layer, lenses)
+    partners = swapping.resid.roll(1, 0)
     random = F.normalize(normal(settings.directions, model.d_model) @ half, dim=-1)
     bases = {"random": random} | {name: basis(W, half) for name, W in maps.items()}
     for name, directions in bases.items():
         kind = "random" if name == "random" else "basis"
         v = directions if name == "random" else directions[some]
-        draws = normal(len(probe.resid), len(v))
-        calibration_draws = normal(len(calibration.resid), len(v))
-        strength = calibrate(calibration, v, calibration_draws, settings.target)
-        steered = steer(probe.resid, v, strength * draws)
+        size = normal(len(v)).expand(settings.contexts, -1)  # Z′, one number for each direction
+        strength = calibrate(calibration, v, size, settings.target)
+        steered = steer(probe.resid, v, strength * size)
         note(f"steer_{kind}", name, probe.react(steered), strength)
+        own_sizes = strength * normal(settings.contexts, len(v))
+        anew = steer(probe.resid, v, own_sizes)
+        note(f"steer_{kind}_each", name, probe.react(anew), strength)
         note(f"project_{kind}", name, probe.react(project(probe.resid, v, centre)))
         if name != "random":
-            swapped = resample(resampled.resid, partners, directions[:leading])
-            note("resample_basis", name, resampled.react(swapped))
+            swapped = resample(swapping.resid, partners, directions[:leading])
+            note("resample_basis", name, swapping.react(swapped))
     if settings.reference:
         for name, W in maps.items():
             v = bases[name][some]
@@ -354,8 +384,8 @@ def faithfulness(
             f"{settings} does not fit {len(train)} train and {len(test)} test contexts"
         )
     inputs = {
-        "lenses": {name: lens.fingerprint for name, lens in lenses.items()},
-        "maps": {name: lens.fingerprint for name, lens in maps.items()},
+        "lenses": fingerprints(lenses),
+        "maps": fingerprints(maps),
         "data": data.fingerprint,
         "contexts": store.fingerprint(train[: settings.contexts], test[:most]),
     }

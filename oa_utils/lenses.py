@@ -43,7 +43,7 @@ class Readings:
 
     resid: Float[Tensor, "layer n d"]  # the stream that enters each block; last, the model's end
     mean: Float[Tensor, "block d"]  # of attention outputs, b_O included
-    spread: Float[Tensor, " block"]  # their standard deviation, root mean square over coordinates
+    spread: Float[Tensor, "block d"]  # their standard deviation, coordinate by coordinate
     pool: Float[Tensor, "block pool d"]  # attention outputs of the first readings
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ def read(model: Model, tokens: Tensor, places: Int[Tensor, "n *k"] | None = None
         total += outputs.sum(1).cpu().double()
         squares += outputs.cpu().double().square().sum(1)
     mean = total / n
-    spread = (squares / n - mean.square()).mean(-1).clamp(min=1e-12).sqrt()
+    spread = (squares / n - mean.square()).clamp(min=1e-12).sqrt()
     return Readings(resid, mean.float().to(model.device), spread.float().to(model.device), pool)
 
 
@@ -468,7 +468,7 @@ class OCATrainer(Trainer):
         return {"mean": {"constants": torch.zeros_like(self.data.mean).repeat(n, 1, 1)}}
 
     def lens(self, raw: dict[str, Tensor]) -> OCALens:
-        constants = self.data.mean + self.data.spread[:, None] * raw["constants"]
+        constants = self.data.mean + self.data.spread * raw["constants"]
         return OCALens(self.model, {"constants": constants})
 
 

@@ -147,7 +147,7 @@ def test_a_lens_that_is_the_model_is_fully_faithful(model):
     oracle.past = probe.past
     v = F.normalize(torch.randn(9, model.d_model), dim=-1)
     reactions = probe.react(ff.steer(probe.resid, v, torch.ones(6, 9)))
-    numbers = ff.row(reactions, "oracle", ff.FaithSettings(**SMALL))
+    (numbers,) = ff.rows_of(reactions, ["oracle"], ff.FaithSettings(**SMALL))
     assert [numbers[key] for key in ff.MEASURES] == pytest.approx([1, 1, 1], abs=1e-4)
     assert numbers["kl"] == pytest.approx(numbers["kl_lens"])
 
@@ -204,6 +204,35 @@ def test_measures_by_hand():
     assert both[0, 1] == pytest.approx(1)
 
 
+def test_resampled_means_start_with_the_sample_and_spread_as_they_should():
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(40, 1)) + rng.normal(size=60)  # contexts and versions differ
+    settings = ff.FaithSettings(resamples=400)
+    drawn = ff.resampled(values, settings)
+    assert drawn.shape == (401, 60) and np.allclose(drawn[0], values.mean(0))
+    assert drawn[1:].mean(1).std() == pytest.approx(np.sqrt(1 / 40 + 1 / 60), rel=0.3)
+    single = ff.resampled(values[:, :1], settings)
+    assert single.shape == (401, 40) and np.allclose(single[0], values[:, 0])
+    assert single[1:].mean(1).std() == pytest.approx(1 / np.sqrt(40), rel=0.3)
+
+
+def test_a_step_has_one_length_for_all_contexts_unless_it_is_named_otherwise(model, monkeypatch):
+    steps = {}
+    honest = ff.Probe.react
+
+    def watched(self, moved, lenses=True):
+        if lenses and moved.shape[1] > 1:
+            steps[len(steps)] = (moved - self.resid[:, None]).norm(dim=-1)
+        return honest(self, moved, lenses)
+
+    monkeypatch.setattr(ff.Probe, "react", watched)
+    few = {**SMALL, "reference": False, "seed": 5}
+    ff.faithfulness(model, **arguments(model), layers=[1], **few)
+    once, anew, _ = list(steps.values())[:3]  # steer_random, steer_random_each, project_random
+    torch.testing.assert_close(once, once[:1].expand_as(once), rtol=1e-3, atol=1e-5)
+    assert (anew.std(0) > 0.1 * anew.mean(0)).all()
+
+
 def arguments(model):
     tokens = tokens_of(model, 48)
     data = lenses.read(model, tokens)
@@ -224,11 +253,14 @@ def test_table_has_every_perturbation_in_every_basis_and_comes_back(model, monke
     table = ff.faithfulness(model, **arguments(model), layers=[0, 2], **SMALL)
     cells = table.groupby(["layer", "perturbation", "basis", "lens"]).size()
     assert (cells == 1).all()
-    assert set(table.perturbation) == {*ff.PERTURBATIONS, *ff.REFERENCE}
-    assert len(cells) == 2 * 2 * (2 + 2 * 3 + 2 * 3)  # layers, lenses: random, bases, reference
+    assert set(table.perturbation) == {*ff.PERTURBATIONS, *ff.EACH, *ff.REFERENCE}
+    assert len(cells) == 2 * 2 * (3 + 2 * 4 + 2 * 3)  # layers, lenses: random, bases, reference
+    first, second = (table[table.lens == name].reset_index() for name in ("tuned", "oca"))
     for key in ff.MEASURES:
         assert table[key].between(-1 - 1e-9, 1 + 1e-9).all()
         assert (table[f"{key}_low"] <= table[f"{key}_high"]).all()
+        assert np.allclose(second[f"{key}_lead"], second[key] - first[key])
+        assert (first[f"{key}_lead_se"] == 0).all() and (second[f"{key}_lead_se"] > 0).all()
     steered = table[table.perturbation.str.startswith("steer")]
     assert (steered.kl / 0.2).between(0.3, 3).all() and steered.strength.gt(0).all()
     assert table[table.perturbation == "resample_basis"].n.eq(24).all()
