@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float
+from numpy import ndarray
 
 from oa_utils import models, plots, stats, store
 from oa_utils.circuits import manual_circuit
@@ -21,12 +23,15 @@ from oa_utils.machine import choose
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model
 from oa_utils.paper.claims import Claim
-from oa_utils.search import gap, sweep
-from oa_utils.search.evaluate import Wanted, find_and_measure
+from oa_utils.search import gap, sweep, sweep_circuit
+from oa_utils.search.evaluate import METHODS, Wanted, find_and_measure
 from oa_utils.tasks import Task
 
 WAYS = ("counterfactual", "optimal", "mean", "resample")
-BASELINES = ("hcgs", "acdc", "eap", "eap_ig")
+BASELINES = ("hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks")
+SEEDED = ("ugs", "hcgs")  # under CF and OA with several seeds
+GPT2_EDGES = 32_491  # of GPT-2-small, the paper's model
+FEWER_EDGES = 0.48  # UGS's size over that of ACDC's circuit of the same Δ, IOI under CF
 TASKS = {"ioi": "ioi", "greater_than": "gt"}  # our tasks' names: the anchors' and the claims'
 # the settings of Edge Pruning's own evaluation, as in the paper
 EDGE_PRUNING = {"ioi": "counterfactual", "greater_than": "resample"}
@@ -47,7 +52,7 @@ NAMES = {
     "EAP": "eap",
     "EdgePruning": "edge_pruning",
 }
-# what can be changed in a search, one thing at a time: method, ablation, settings, needs CF
+# what can be changed in a search, one thing at a time: method, ablation, settings
 VARIANTS = {
     "OA: as in the paper": ("ugs", "optimal", {}),
     "OA: constants along all edges": ("ugs", "optimal", {"everywhere": True}),
@@ -55,6 +60,9 @@ VARIANTS = {
     "CF: as in the paper": ("ugs", "counterfactual", {}),
     "CF: random start": ("ugs", "counterfactual", {"noise": 1.0}),
     "CF: variance window": ("ugs", "counterfactual", {"variance": (0.5, 2.0)}),
+    "CF: window half as wide": ("ugs", "counterfactual", {"window": 0.5}),
+    "CF: window twice as wide": ("ugs", "counterfactual", {"window": 2.0}),
+    "CF: no price of vertices": ("ugs", "counterfactual", {"gamma": 0.0}),
     "HCGS, CF: right stretch": ("hcgs", "counterfactual", {}),
     "HCGS, CF: released stretch": ("hcgs", "counterfactual", {"released": True}),
 }
@@ -65,97 +73,135 @@ Options = Mapping[str, Mapping[str, Any]]
 class Study:
     """What a comparison of searches spends on a task; change fields with `dataclasses.replace`."""
 
-    n: int  # prompts, half of them to search and half to measure
+    n: int  # prompts: half to search, a tenth to choose settings, the others to measure
     lam: tuple[float, ...]  # prices of an edge for UGS, HCGS and ACDC, large first
-    lam_few: tuple[float, ...]  # the same for ablations that are there for comparison
+    lam_few: tuple[float, ...]  # the same under mean and resample, which are there for comparison
     shares: tuple[float, ...]  # of all edges: sizes for EAP, EAP-IG and Edge Pruning
+    shares_oa: tuple[float, ...]  # the same under OA, where constants are trained for each circuit
     options: Options  # settings of each search
     gap_options: Mapping[str, Any]  # and of the constants of OA, trained after the search
-    acdc: bool = True  # ACDC runs the model for every edge: too much for a larger one
+    seeds: int = 1  # of UGS and HCGS under CF and OA
+    most_hcgs: int = 3  # prices for HCGS
+    methods: tuple[str, ...] = ("ugs", "hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks")
 
     @property
     def middle(self) -> float:
         """The price at which searches are looked at closely."""
         return self.lam[min(1, len(self.lam) - 1)]
 
-    def sizes(self, graph: Graph) -> list[int]:
-        return [round(share * len(graph)) for share in self.shares]
+    def sizes(self, graph: Graph, way: str = "") -> list[int]:
+        shares = self.shares_oa if way == "optimal" else self.shares
+        return [round(share * len(graph)) for share in shares]
 
     def grid(self, graph: Graph, task: Task) -> dict[tuple[str, str], Sequence[float]]:
         """Prices or sizes for every search under every ablation that the task allows."""
-        has_cf = task.counterfactual is not None
         answers = all((ids >= 0).any(-1).all() for ids in (task.right, task.wrong))
         grid: dict[tuple[str, str], Sequence[float]] = {}
         for way in ways(task):
             few = way in ("mean", "resample")
-            for method in ("ugs", "hcgs"):
-                grid[method, way] = self.lam_few if few else self.lam
-            if way == "optimal" and not has_cf:  # the others search under CF and are measured here
-                continue
-            if self.acdc:
-                grid["acdc", way] = self.lam[-2:] if few else self.lam  # smaller at the same λ
-            if answers:
-                grid["eap", way] = self.sizes(graph)
-            grid["eap_ig", way] = self.sizes(graph)
-        grid["edge_pruning", EDGE_PRUNING.get(task.name, "mean")] = self.sizes(graph)
+            searched_under_cf = way == "optimal" and task.counterfactual is None
+            for method in self.methods:
+                if METHODS[method].trains:
+                    grid[method, way] = self.lam_few if few else self.lam
+                    if method == "hcgs":
+                        grid[method, way] = grid[method, way][: self.most_hcgs]
+                elif searched_under_cf or (method in ("eap", "eap_ig") and not answers):
+                    continue
+                elif METHODS[method].aim == "lam":
+                    grid[method, way] = self.lam[-2:] if few else self.lam
+                else:
+                    grid[method, way] = self.sizes(graph, way)
+        pruning = EDGE_PRUNING.get(task.name, "mean")
+        if "edge_pruning" in self.options:
+            grid["edge_pruning", pruning] = self.sizes(graph, "optimal")
         return grid
+
+    def seeds_from(self, seed: int) -> dict[tuple[str, str] | None, list[int]]:
+        """Seeds of every search: several where training is random and the paper compares."""
+        several = [seed + i for i in range(self.seeds)]
+        pairs = [(method, way) for method in SEEDED for way in ("counterfactual", "optimal")]
+        return {None: [seed], **{pair: several for pair in pairs}}
+
+    def fronts(self, masked: MaskedModel, task: Task, seed: int = 0) -> pd.DataFrame:
+        """The sweep of all searches under all ablations, with several seeds where the study has
+        them."""
+        grid = self.grid(masked.graph, task)
+        methods = list(dict.fromkeys(method for method, _ in grid))
+        seeds = self.seeds_from(seed)
+        return sweep(masked, task, methods, ways(task), grid, seeds, self.options, self.gap_options)
 
     def table(self) -> pd.DataFrame:
         """What each search spends, for the notebook."""
         rows = {name: dict(given) for name, given in self.options.items()}
         rows["gap under OA"] = dict(self.gap_options)
-        columns = ["steps", "prompts", "masks", "batch"]
+        columns = ["steps", "prompts", "masks", "points", "level", "batch"]
         return pd.DataFrame(rows).T.reindex(columns=columns).fillna("")
 
 
 def study(model: Model, task_name: str) -> Study:
     """The budget of notebooks 02 to 04."""
     is_gt = task_name == "greater_than"
-    small = (0.02, 0.006, 0.002, 0.0005) if is_gt else (0.03, 0.01, 0.003, 0.001)
-    large = (3e-3, 1e-3, 3e-4, 1e-4)
+    small = (0.02, 0.006, 0.002, 0.0007) if is_gt else (0.03, 0.01, 0.003, 0.001)
+    large = (3e-3, 1e-3, 3e-4)
     paper = (2e-2, 1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5)
     lam = choose(model, test=(0.02,), small=small, default=large, paper=paper)
-    few = lam[1::2] if is_gt else lam[:3:2]
-    steps = choose(model, test=3, small=300 if is_gt else 225, default=300, paper=6000)
+    steps = choose(model, test=3, small=600, default=150, paper=6000)
     pace = choose(
         model,
         test={"prompts": 4, "masks": 3},
-        small={"prompts": 4, "masks": 3},
-        default={"prompts": 4, "masks": 3},
+        small={"prompts": 12, "masks": 1},
+        default={"prompts": 12, "masks": 1},
         paper={"prompts": 5, "masks": 12},
     )
     pruning = {
-        "prompts": 8 if is_gt else 6,
+        "steps": choose(model, test=3, small=600, default=150, paper=3000),
+        "prompts": choose(model, test=4, small=12, default=12, paper=32),
         "lr_multipliers": choose(model, test=0.2, small=0.2, default=0.8, paper=0.8),
     }
-    after = 80 if is_gt else 70
-    fitting = {"steps": after, "batch": 8, "look_every": after, "draws": 2}
+    every = ("ugs", "hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks")
+    fast = tuple(method for method in every if method != "acdc")
+    only_ugs = ("ugs", "eap", "eap_ig_masks")
+    # a run of ACDC at the level of edges runs a large model for every one of its edges
+    level = choose(model, test="edge", small="edge", default="vertex", paper="edge")
     return Study(
-        n=choose(model, test=24, small=256, default=128, paper=10_000),
+        n=choose(model, test=24, small=2048, default=256, paper=10_000),
         lam=lam,
-        lam_few=choose(model, test=lam, small=few, default=few, paper=lam),
+        lam_few=choose(model, test=lam, small=lam[1:3], default=large, paper=lam),
         shares=choose(
             model,
             test=(0.05,),
-            small=(0.03, 0.05, 0.08, 0.12),
-            default=(0.03, 0.05, 0.08, 0.12),
+            small=(0.03, 0.06, 0.12),
+            default=(0.005, 0.01, 0.02, 0.04, 0.08),
             paper=(0.01, 0.03, 0.05, 0.08, 0.12),
+        ),
+        shares_oa=choose(
+            model, test=(0.05,), small=(0.03, 0.06, 0.12), default=(0.01, 0.04), paper=(0.01, 0.05)
         ),
         options={
             "ugs": {"steps": steps, **pace},
             "hcgs": {"steps": steps, **pace},
-            "edge_pruning": {"steps": steps, **pruning},
-            "acdc": {"prompts": choose(model, test=2, small=6, default=6, paper=32)},
-            "eap_ig": {"path": "masks"},
+            "acdc": {"prompts": choose(model, test=2, small=32, default=32, paper=32)}
+            | ({"level": level} if level != "edge" else {}),
+            "edge_pruning": pruning,
+            "eap_ig": {"points": 5},
+            "eap_ig_masks": {"points": 5},
         },
         gap_options=choose(
             model,
             test={"steps": 2, "batch": 8, "look_every": 2},
-            small=fitting,
-            default=fitting,
-            paper={"steps": 10_000, "batch": 75, "lr": 0.01},
+            small={"steps": 600, "batch": 8, "look_every": 150, "draws": 2},
+            default={"steps": 150, "batch": 8, "look_every": 50, "draws": 1, "look_prompts": 64},
+            paper={"steps": 10_000, "batch": 75, "look_every": 1000},
         ),
-        acdc=choose(model, test=False, small=True, default=False, paper=True),
+        seeds=choose(model, test=1, small=3, default=1, paper=3),
+        most_hcgs=choose(model, test=1, small=3, default=2, paper=10),
+        methods=choose(
+            model,
+            test=fast,
+            small=every,
+            default=only_ugs if is_gt else every,
+            paper=every,
+        ),
     )
 
 
@@ -214,7 +260,8 @@ def variants(
     one = partial(_variant, task=task, gap_options=gap_options)
     rows = models.each(one, masked.model, wanted.values(), desc="variants")
     table = pd.DataFrame(rows, index=pd.Index(wanted, name="variant"))
-    return table.assign(cost=table.gap + lam * table.n_edges)
+    vertices = [len(sweep_circuit(masked, row).vertices) for row in table.itertuples()]
+    return table.assign(n_vertices=vertices, cost=table.gap + lam * table.n_edges)
 
 
 def _variant(
@@ -227,11 +274,61 @@ def _variant(
     return find_and_measure(model, wanted, task, {wanted.method: options}, gap_options)
 
 
+def other_rules(
+    masked: MaskedModel, task: Task, table: pd.DataFrame, gap_options: Mapping[str, Any]
+) -> pd.DataFrame:
+    """Circuits of a sweep under other rules than their own: those found under CF with constants
+    that carry nothing of the prompt (OA), those of OA with constants by position (appendix F.2)."""
+    rows = []
+    for row in table.itertuples():
+        circuit = sweep_circuit(masked, row)
+        by_position = {"family": "position"} if row.ablation == "optimal" else {}
+        delta = gap(masked, task, circuit, "optimal", **gap_options, **by_position)
+        how = "OA, constants by position" if by_position else "OA"
+        found = plots.LABELS[row.ablation]
+        line = {"found under": found, "n_edges": row.n_edges, "Δ, its own rule": row.gap}
+        rows.append(line | {"measured under": how, "Δ": delta.mean, "se": delta.se})
+    return pd.DataFrame(rows)
+
+
 # ---- fronts compared
+
+
+class Front(NamedTuple):
+    """Circuits of one method under one ablation with one seed."""
+
+    sizes: Float[ndarray, " circuits"]
+    gaps: Float[ndarray, "circuits prompts"]
+
+
+class Ratio(NamedTuple):
+    """Of two fronts, with its 95 % interval over prompts and seeds."""
+
+    value: float
+    low: float | None
+    high: float | None
+    seeds: int  # of the side that has fewer
+
+    @property
+    def is_known(self) -> bool:
+        return bool(np.isfinite(self.value))
 
 
 def front_of(table: pd.DataFrame, method: str, ablation: str) -> pd.DataFrame:
     return table[(table.method == method) & (table.ablation == ablation)]
+
+
+def fronts_of(table: pd.DataFrame, method: str, ablation: str) -> list[Front]:
+    """A front for each seed; where gaps of single prompts are not known (the authors' logs), one
+    column of means."""
+    part = front_of(table, method, ablation)
+    by_seed = [rows for _, rows in part.groupby("seed")] if "seed" in part else [part]
+    fronts = []
+    for rows in by_seed:
+        if len(rows):
+            each = rows["each"] if "each" in rows else rows.gap.map(lambda value: [value])
+            fronts.append(Front(rows.n_edges.to_numpy(float), np.array(each.tolist(), float)))
+    return fronts
 
 
 def at_size(table: pd.DataFrame, method: str, ablation: str, size: float) -> float:
@@ -240,72 +337,187 @@ def at_size(table: pd.DataFrame, method: str, ablation: str, size: float) -> flo
     return stats.interpolate(part.n_edges, part.gap, size)
 
 
-def ratio(table: pd.DataFrame, one: tuple[str, str], other: tuple[str, str]) -> float:
-    """Δ of one (method, ablation) over that of the other at equal size: geometric mean over the
-    sizes both span."""
-    first, second = (front_of(table, *which)[["n_edges", "gap"]] for which in (one, other))
-    return stats.front_ratio(first.to_numpy(), second.to_numpy())
+def _logs(
+    fronts: Sequence[tuple[ndarray, ndarray]], at: Float[ndarray, " points"]
+) -> Float[ndarray, " points"]:
+    """Mean over seeds of the logarithm of y at x, from (x, y) of each front; behind its last point
+    a front stays as low as it got, as far as circuits were tried."""
+    logs = []
+    for x, y in fronts:
+        values = stats.interpolate(x, y, at)
+        behind = np.isnan(values) & (at <= x.max()) & (at >= x.min())
+        logs.append(np.log(np.where(behind, y.min(), values)))
+    return np.mean(logs, 0)
 
 
-def interval(
+def common_range(fronts: Sequence[ndarray], points: int) -> Float[ndarray, " points"] | None:
+    """Values that all fronts span, evenly in logarithm; None where there are none."""
+    low = max(max(x.min(), 1e-9) for x in fronts)
+    high = min(x.max() for x in fronts)
+    return np.geomspace(low, high, points) if low <= high else None
+
+
+def compare(
     table: pd.DataFrame,
     one: tuple[str, str],
     other: tuple[str, str],
-    n: int = 200,
+    equal: str = "size",
+    at: Sequence[float] | None = None,
+    draws: int = 300,
     seed: int = 0,
-) -> tuple[float | None, float | None]:
-    """95 % of what the ratio of two fronts could be if each gap varied by its standard error
-    over prompts."""
+) -> Ratio:
+    """Δ of one (method, ablation) over that of the other at equal size, or size over size at equal
+    Δ: the geometric mean over the range that all fronts span (or at given values).
+
+    The interval draws prompts, the same for both sides, and seeds (one fewer than there are, which
+    makes the variance of a mean over so few right).
+    """
+    sides = [fronts_of(table, *which) for which in (one, other)]
+    seeds = min(map(len, sides))
+    unknown = Ratio(np.nan, None, None, seeds)
+    if not seeds:
+        return unknown
+    n = max(front.gaps.shape[1] for side in sides for front in side)
+    weights = np.full((n, 1), 1 / n)
+    points = _points(sides, weights[:, 0], equal)
+    grid = common_range([x for side in points for x, _ in side], 20) if at is None else at
+    value = _ratio(points, grid) if grid is not None else np.nan
+    if not np.isfinite(value):
+        return unknown
+    if n == 1 or not draws:  # of means alone there is nothing to draw
+        return Ratio(value, None, None, seeds)
     rng = np.random.default_rng(seed)
-    fronts = [
-        front_of(table, *which)[["n_edges", "gap", "se"]].to_numpy() for which in (one, other)
-    ]
-    ratios = []
-    for _ in range(n):
-        drawn = [
-            np.stack([front[:, 0], np.abs(rng.normal(front[:, 1], front[:, 2]))], 1)
-            for front in fronts
+    drawn = []
+    for _ in range(draws):
+        counts = rng.multinomial(n, weights[:, 0]) / n
+        some = [
+            [side[i] for i in rng.integers(len(side), size=max(1, len(side) - 1))] for side in sides
         ]
-        ratios.append(stats.front_ratio(*drawn))
-    finite = [x for x in ratios if np.isfinite(x)]
-    if not finite:
-        return None, None
+        points = _points(some, counts, equal)
+        grid = common_range([x for side in points for x, _ in side], 20) if at is None else at
+        drawn.append(_ratio(points, grid) if grid is not None else np.nan)
+    finite = [x for x in drawn if np.isfinite(x)]
+    if len(finite) < draws / 2:
+        return Ratio(value, None, None, seeds)
     low, high = np.quantile(finite, [0.025, 0.975])
-    return float(low), float(high)
+    return Ratio(value, float(low), float(high), seeds)
+
+
+def _points(
+    sides: Sequence[Sequence[Front]], weights: Float[ndarray, " prompts"], equal: str
+) -> list[list[tuple[ndarray, ndarray]]]:
+    """(x, y) of every front: (size, Δ), or the other way round where Δ is to be equal."""
+    listed = []
+    for side in sides:
+        fronts = []
+        for front in side:
+            gaps = front.gaps @ weights if front.gaps.shape[1] > 1 else front.gaps[:, 0]
+            fronts.append((front.sizes, gaps) if equal == "size" else (gaps, front.sizes))
+        listed.append(fronts)
+    return listed
+
+
+def _ratio(points: list[list[tuple[ndarray, ndarray]]], at: Sequence[float] | ndarray) -> float:
+    first, second = (_logs(side, np.asarray(at, float)) for side in points)
+    logs = first - second
+    return float(np.exp(np.nanmean(logs))) if np.isfinite(logs).any() else np.nan
+
+
+def ratio(table: pd.DataFrame, one: tuple[str, str], other: tuple[str, str]) -> float:
+    return compare(table, one, other, draws=0).value
+
+
+def ratio_curve(
+    table: pd.DataFrame, one: tuple[str, str], other: tuple[str, str], n_edges: int, points: int = 8
+) -> pd.DataFrame:
+    """The ratio of two fronts by size, as a share of all edges, with intervals."""
+    sides = [fronts_of(table, *which) for which in (one, other)]
+    if not all(sides):
+        return pd.DataFrame(columns=["share", "ratio", "low", "high"])
+    sizes = common_range([front.sizes for side in sides for front in side], points)
+    rows = []
+    for size in [] if sizes is None else sizes:
+        found = compare(table, one, other, at=[size], draws=100)
+        row = {"share": size / n_edges, "ratio": found.value}
+        rows.append(row | {"low": found.low, "high": found.high})
+    return pd.DataFrame(rows, columns=["share", "ratio", "low", "high"]).astype(float)
+
+
+# ---- are budgets large enough?
+
+
+def doubled(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings with twice the steps times prompts: steps where there are any (θ and
+    constants move slower then), else prompts, else points of a path."""
+    for name in ("steps", "prompts", "points"):
+        if name in options:
+            return {**options, name: 2 * options[name]}
+    return dict(options)
+
+
+def budget_check(
+    masked: MaskedModel, task: Task, study: Study, way: str, methods: Iterable[str], seed: int = 0
+) -> pd.DataFrame:
+    """For each search, Δ at three sizes with its budget and with twice as much, on the validation
+    part, which no reported number uses; `moved` is the difference of log Δ and `error` its
+    standard error over prompts and over three seeds."""
+    chosen = task.for_choosing()
+    grid = study.grid(masked.graph, chosen)
+    rows = []
+    for method in methods:
+        values = grid[method, way][:3]
+        fronts = []
+        for options in (study.options.get(method, {}), doubled(study.options.get(method, {}))):
+            given = {method: options}
+            asked = {method: values}
+            seeds = [seed + i for i in range(3 if METHODS[method].trains else 1)]
+            table = sweep(masked, chosen, [method], [way], asked, seeds, given, study.gap_options)
+            fronts.append(table.assign(method=f"{method} {len(fronts)}"))
+        both = pd.concat(fronts, ignore_index=True)
+        sides = ((f"{method} 1", way), (f"{method} 0", way))
+        sizes = [front.sizes for side in sides for front in fronts_of(both, *side)]
+        common = common_range(sizes, 3)
+        for size in [] if common is None else common:
+            found = compare(both, *sides, at=[size])
+            error = np.nan
+            if found.low is not None:
+                error = (np.log(found.high) - np.log(found.low)) / (2 * 1.96)
+            row = {"method": method, "ablation": way, "edges": size}
+            rows.append(row | {"moved": np.log(found.value), "error": error})
+    return pd.DataFrame(rows, columns=["method", "ablation", "edges", "moved", "error"])
 
 
 # ---- claims
 
 
 def claims(table: pd.DataFrame, task: Task, manual: pd.DataFrame | None = None) -> list[Claim]:
-    """Every claim of §3 that this table has the fronts for; one seed of each."""
-    table = table[table.seed == table.seed.min()]
+    """Every claim of §3 that this table has the fronts for."""
     paper = paper_front(task)
     listed = []
     for ablation in WAYS:
         for other in BASELINES:
-            said = ratio(paper, ("ugs", ablation), (other, ablation))
             text = (
                 f"UGS has lower Δ than {plots.LABELS[other]} at equal size, under "
-                f"{plots.LABELS[ablation]} (ratio)"
+                f"{plots.LABELS[ablation]} (ratio below 1)"
             )
-            known = (
-                "paper: ratio of the authors' fronts" if np.isfinite(said) else "not in the paper"
-            )
-            id = f"front.{ablation}.{other}"
             sides = (("ugs", ablation), (other, ablation))
+            said = ratio(paper, *sides)
+            known = "" if np.isfinite(said) else "not in the paper"
+            id = f"front.{ablation}.{other}"
             listed.append(_ratio_claim(table, task, id, text, *sides, said, known))
     for other in ("counterfactual", "mean", "resample"):
-        said = ratio(paper, ("ugs", "optimal"), ("ugs", other))
-        note = "paper: authors' fronts"
-        if task.name == "ioi":
-            note += f"; {LOWER[other]:.0%} lower at 1,000 edges"
+        sides = (("ugs", "optimal"), ("ugs", other))
+        note = f"paper: {LOWER[other]:.0%} lower at 1,000 edges" if task.name == "ioi" else ""
         text = (
             f"circuits have lower Δ under OA than under {plots.LABELS[other]} at equal size "
-            "(UGS; ratio)"
+            "(UGS; ratio below 1)"
         )
-        sides = (("ugs", "optimal"), ("ugs", other))
+        said = ratio(paper, *sides)
         listed.append(_ratio_claim(table, task, f"ablation.{other}", text, *sides, said, note))
+    sides = (("ugs", "counterfactual"), ("acdc", "counterfactual"))
+    text = "UGS needs fewer edges than ACDC for equal Δ under CF (ratio of sizes below 1)"
+    said = FEWER_EDGES if task.name == "ioi" else np.nan
+    listed.append(_ratio_claim(table, task, "edges", text, *sides, said, equal="gap"))
     listed.append(_edge_pruning_claim(table, task, paper))
     if manual is not None:
         listed += manual_claims(table, task, manual)
@@ -325,37 +537,44 @@ def _ratio_claim(
     other: tuple[str, str],
     said: float,
     note: str = "",
+    rule: str = "< 1",
+    equal: str = "size",
 ) -> Claim | None:
     """That one front is below another; None where the table lacks one of them."""
     fronts = set(zip(table.method, table.ablation, strict=True))
     if one not in fronts or other not in fronts:
         return None
-    value = ratio(table, one, other)
-    low, high = interval(table, one, other)
-    decided = bool(np.isfinite(value))
+    found = compare(table, one, other, equal)
+    if not found.is_known:
+        note = f"the two fronts span no common {'size' if equal == 'size' else 'Δ'}"
     return Claim(
         f"circuits_{short_name(task)}.{id}",
         text,
         _number(said),
-        _number(value),
-        low,
-        high,
-        bool(value < 1) if decided else None,
+        _number(found.value),
+        found.low,
+        found.high,
+        rule,
+        seeds=found.seeds,
         source="sweeps",
-        note=note if decided else "the two fronts span no common size",
+        note=note,
     )
 
 
 def _edge_pruning_claim(table: pd.DataFrame, task: Task, paper: pd.DataFrame) -> Claim | None:
     way = EDGE_PRUNING.get(task.name, "mean")
     sides = (("hcgs", way), ("edge_pruning", way))
-    text = f"Edge Pruning does not outperform HCGS, under {plots.LABELS[way]} (ratio HCGS / EP)"
-    return _ratio_claim(table, task, "edge_pruning", text, *sides, ratio(paper, *sides))
+    text = (
+        f"Edge Pruning does not outperform HCGS, under {plots.LABELS[way]} (ratio HCGS / EP at "
+        "most 1.1)"
+    )
+    said = ratio(paper, *sides)
+    return _ratio_claim(table, task, "edge_pruning", text, *sides, said, rule="< 1.1")
 
 
 def manual_claims(table: pd.DataFrame, task: Task, manual: pd.DataFrame) -> list[Claim]:
-    """How far the best circuit of the manual one's size is below it: little under OA, much under
-    the others."""
+    """How far the best circuit of the manual one's size is below it: less than half under OA, more
+    under the others."""
     measured = bool((manual.source != AUTHORS).all())
     fronts = table if measured else paper_front(task)
     listed = []
@@ -366,13 +585,17 @@ def manual_claims(table: pd.DataFrame, task: Task, manual: pd.DataFrame) -> list
         if under_oa:
             text = "under OA the manual circuit is about optimal for its size (best < half below)"
         below = 1 - at_size(fronts, "ugs", row.ablation, row.n_edges) / row.gap
+        error = 2 * row.se / row.gap * (1 - below)
         listed.append(
             Claim(
                 f"circuits_{short_name(task)}.manual.{row.ablation}",
                 text,
                 MANUAL_GAP.get(short_name(task)) if under_oa else None,
-                below if measured else None,
-                holds=bool((below < 0.5) == under_oa) if measured else None,
+                _number(below) if measured else None,
+                _number(below - error) if measured else None,
+                _number(below + error) if measured else None,
+                "< 0.5" if under_oa else "> 0.5",
+                seeds=1,
                 source="sweeps",
                 note="" if measured else f"needs GPT-2-small: the authors' logs give {below:.2f}",
             )
@@ -381,32 +604,42 @@ def manual_claims(table: pd.DataFrame, task: Task, manual: pd.DataFrame) -> list
 
 
 def estimator_claims(slopes: pd.DataFrame, task: Task) -> list[Claim]:
-    """On the table of `estimator_errors`."""
-    rms = slopes.groupby("estimator").rms.mean()
+    """On the table of `estimator_errors`: mean rms error over edges, intervals over edges."""
+    by_edge = slopes.pivot(index="edge", columns="estimator", values="rms")
     names = {"importance": "importance sampling", "hcgs": "HardConcrete"}
     listed = []
     for name, words in names.items():
-        value = float(rms["ugs"] / rms[name])
-        text = f"UGS estimates marginal gaps better than {words} (ratio of rms errors)"
+        pair = (by_edge["ugs"].to_numpy(), by_edge[name].to_numpy())
+        low, high = stats.bootstrap(lambda a, b: float(a.mean() / b.mean()), *pair)
+        text = f"UGS estimates marginal gaps better than {words} (ratio of rms errors below 1)"
         id = f"circuits_{short_name(task)}.estimator.{name}"
-        listed.append(Claim(id, text, None, value, holds=value < 1, source="estimators"))
+        value = float(pair[0].mean() / pair[1].mean())
+        listed.append(Claim(id, text, None, value, low, high, "< 1", source="estimators"))
     return listed
 
 
 def option_claims(tried: pd.DataFrame, task: Task) -> list[Claim]:
-    """On the table of `variants`."""
+    """On the table of `variants`; intervals over prompts, paired."""
     said = {
-        "random start": "a random start is worse",
-        "variance window": "the variance factor does not improve the results",
+        "random start": ("a random start is worse (cost ratio above 1)", "> 1"),
+        "variance window": ("the variance factor gains less than 5 % (cost ratio)", "> 0.95"),
     }
     listed = []
-    for name, words in said.items():
+    for name, (words, rule) in said.items():
         if f"CF: {name}" not in tried.index:
             continue
-        value = float(tried.cost[f"CF: {name}"] / tried.cost["CF: as in the paper"])
-        text = f"{words} (ratio of Δ + λ edges, UGS under CF, one seed)"
+        usual, changed = tried.loc["CF: as in the paper"], tried.loc[f"CF: {name}"]
+        prices = [row.asked * row.n_edges for row in (changed, usual)]
+
+        def cost(a: ndarray, b: ndarray, prices: list[float] = prices) -> float:
+            return float((a.mean() + prices[0]) / (b.mean() + prices[1]))
+
+        gaps = [np.array(row["each"]) for row in (changed, usual)]
+        low, high = stats.bootstrap(cost, *gaps)
+        text = f"{words}: Δ + λ edges, UGS under CF"
         id = f"circuits_{short_name(task)}.option.{name.replace(' ', '_')}"
-        listed.append(Claim(id, text, None, value, holds=value >= 1, source="sweeps"))
+        value = cost(*gaps)
+        listed.append(Claim(id, text, None, value, low, high, rule, seeds=1, source="sweeps"))
     return listed
 
 
@@ -416,35 +649,48 @@ def option_claims(tried: pd.DataFrame, task: Task) -> list[Claim]:
 def spoofing(
     masked: MaskedModel,
     tasks: Iterable[Task],
-    lam: float,
+    lam: Sequence[float],
     options: Options,
     gap_options: Mapping[str, Any],
+    seeds: Sequence[int] = (0,),
 ) -> pd.DataFrame:
-    """Δ of UGS circuits under resample over that under CF, at one λ, for each task; beside
-    GPT-2-small's at equal sizes."""
+    """Δ of UGS circuits under resample over that under CF at equal size, for each task, beside
+    GPT-2-small's."""
     rows = []
     for task in tasks:
         both = ["counterfactual", "resample"]
-        table = sweep(
-            masked, task, ["ugs"], both, {"lam": [lam]}, [0], options, gap_options
-        ).set_index("ablation")
-        row: dict[str, Any] = {"task": short_name(task)}
-        for column in ("gap", "n_edges"):
-            row |= {f"{column} {way}": table.at[way, column] for way in both}
-        row["ratio"] = table.gap["resample"] / table.gap["counterfactual"]
-        row["paper"] = ratio(paper_front(task), ("ugs", "resample"), ("ugs", "counterfactual"))
-        rows.append(row)
-    return pd.DataFrame(rows).set_index("task")
+        table = sweep(masked, task, ["ugs"], both, {"lam": lam}, seeds, options, gap_options)
+        sides = (("ugs", "resample"), ("ugs", "counterfactual"))
+        found = compare(table, *sides)
+        row = {"task": short_name(task), **found._asdict()}
+        rows.append(row | {"paper": ratio(paper_front(task), *sides)})
+    return pd.DataFrame(rows).set_index("task").rename(columns={"value": "ratio"})
 
 
 def spoofing_claims(table: pd.DataFrame) -> list[Claim]:
-    """On the table of `spoofing`, for Greater-Than and IOI."""
+    """On the table of `spoofing`, for Greater-Than and IOI, whose errors are independent."""
     if not {"gt", "ioi"} <= set(table.index):
         return []
     said = float(table.paper["gt"] / table.paper["ioi"])
     value = float(table.ratio["gt"] / table.ratio["ioi"])
+    logs = [np.log(table.loc[name, ["low", "high"]].astype(float)) for name in ("gt", "ioi")]
+    width = float(np.hypot(*[(ends["high"] - ends["low"]) / 2 for ends in logs]))
     text = (
-        "resample is mild on Greater-Than and harsh on IOI (Δ resample / Δ CF, Greater-Than over "
-        "IOI)"
+        "resample is mild on Greater-Than and harsh on IOI (Δ resample / Δ CF at equal size, "
+        "Greater-Than over IOI, below 1)"
     )
-    return [Claim("circuits_gt.resample", text, said, value, holds=value < 1, source="sweeps")]
+    known = np.isfinite(value) and np.isfinite(width)
+    return [
+        Claim(
+            "circuits_gt.resample",
+            text,
+            said,
+            _number(value),
+            value * np.exp(-width) if known else None,
+            value * np.exp(width) if known else None,
+            "< 1",
+            seeds=int(table.seeds.min()),
+            source="sweeps",
+            note="" if known else "no common sizes",
+        )
+    ]
