@@ -162,6 +162,23 @@ def show(claims: Iterable[Claim], model: Any = None) -> Table:
     return table.drop(columns=empty)
 
 
+def discuss(claims: Iterable[Claim], whys: dict[str, str]) -> str:
+    """Claims that do not hold or are undecided, as Markdown, each with what may be behind it (by
+    the beginning of its id). Nothing here tests these reasons, and the text says so."""
+    lines = []
+    for claim in claims:
+        if claim.holds is True:
+            continue
+        [why] = [text for prefix, text in whys.items() if claim.id.startswith(prefix)]
+        if claim.measured is None or math.isnan(claim.measured):
+            why = "there is no effect here that it could be read from"
+        word = "does not hold" if claim.holds is False else "is undecided"
+        lines.append(f"- `{claim.id}` {word} ({claim.interval}): {why}.")
+    if not lines:
+        return "Every claim holds."
+    return "\n".join(["What may be behind it (not tested here):", "", *lines])
+
+
 # ---- stored and published
 
 

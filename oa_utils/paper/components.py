@@ -9,7 +9,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from oa_utils import stats, store
-from oa_utils.paper.claims import Claim
+from oa_utils.paper.claims import Claim, discuss
 
 TOTAL = ("zero", "mean", "resample", "cf_mean")  # the total ablations that OA is set against
 WAYS = (*TOTAL, "optimal", "counterfactual")
@@ -274,25 +274,17 @@ def finding(gaps: pd.DataFrame, model_name: str, task_name: str) -> str:
 
 
 def discussion(listed: Sequence[Claim], gaps: pd.DataFrame) -> str:
-    """What to make of each claim that does not hold or is undecided, as Markdown."""
-    table = wide(gaps)
+    """Each claim that does not hold or is undecided, with what may be behind it, as Markdown."""
+    n = len(wide(gaps))
     n_live = len(live(gaps))
     whys = {
-        "single.rank": f"{len(table)} components, {n_live} of them live, are few for a difference "
-        "of two correlations that share most of their ranks",
-        "single.loglog": f"the log-log correlation hangs on the {len(table) - n_live} components "
-        "that do next to nothing as much as on the others",
-        "single.median_ratio": "a constant found in a few steps is an upper bound on Δ_opt, and "
-        "where the mean misleads little there is little to gain; the paper trained for 10,000 "
-        "steps on a larger model",
+        "single.rank": f"{n} components, {n_live} of them live, are few for a difference of two "
+        "correlations that share most of their ranks",
+        "single.loglog": f"{n} components, {n_live} of them live, are few; over all of them the "
+        "logarithm gives those that do next to nothing as much weight as the others",
+        "single.median_ratio": "a constant found in a few steps only bounds Δ_opt from above, and "
+        "the median of so few components has a wide interval",
         "single.mean_gap": "the mean is made by a few components with large gaps",
-        "single.proposition1": "constants that fit their train prompts do not carry over: more "
-        "prompts or fewer steps",
+        "single.proposition1": "constants may fit their train prompts and not carry over",
     }
-    lines = []
-    for claim in listed:
-        if claim.holds is not True:
-            [why] = [text for prefix, text in whys.items() if claim.id.startswith(prefix)]
-            word = "does not hold" if claim.holds is False else "is undecided"
-            lines.append(f"- `{claim.id}` {word} ({claim.interval}): {why}.")
-    return "\n".join(lines) or "Every claim holds."
+    return discuss(listed, whys)

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from oa_utils import stats, store
-from oa_utils.paper.claims import Claim
+from oa_utils.paper.claims import Claim, discuss
 from oa_utils.tasks import Task
 from oa_utils.tracing import KINDS, METHODS, POSITIONS, ROUNDING
 
@@ -389,24 +389,16 @@ def finding(table: pd.DataFrame, model_name: str) -> str:
 
 
 def discussion(listed: Sequence[Claim]) -> str:
-    """What to make of each claim that does not hold or is undecided, as Markdown."""
+    """Each claim that does not hold or is undecided, with what may be behind it, as Markdown."""
+    layers = "a shallow model has few layers to tell apart"
     whys = {
-        "peak": "both ways of corrupting give these layers much the same effect here",
-        "single": "one layer alone does less, or the same, with either corruption",
-        "quiet": "with few layers hardly one has a small effect without being next to a large "
-        "one, and OAT restores more than GNT wherever something is restored",
-        "share": "few settings have an effect above noise with both methods, and each has few "
-        "layers to spread it over",
-        "entropy": "few settings have an effect above noise with both methods, and each has few "
-        "layers to spread it over",
-        "last_subject": "it depends on how many tokens the subjects have, and on how much of a "
-        "name its last token gives away",
-        "removed": "the rest of the prompt gives the answer away",
+        "tracing.peak": "the two corruptions may give these layers much the same effect here",
+        "tracing.single": "one layer alone may do much the same with either corruption",
+        "tracing.quiet": f"{layers}, and a window around a quiet one may reach into a loud one",
+        "tracing.share": layers,
+        "tracing.entropy": layers,
+        "tracing.last_subject": "it may depend on how many tokens the subjects have, and on how "
+        "much of a name its last token gives away",
+        "tracing.removed": "the rest of the prompt may give the answer away",
     }
-    lines = []
-    for claim in listed:
-        if claim.holds is not True:
-            word = "does not hold" if claim.holds is False else "is undecided"
-            why = whys[claim.id.split(".")[1]]
-            lines.append(f"- `{claim.id}` {word} ({claim.interval}): {why}.")
-    return "\n".join(lines) or "Every claim holds."
+    return discuss(listed, whys)
