@@ -95,7 +95,10 @@ class CircuitRun:
         self.columns = columns
         self.fill = fill
         mask = circuit.mask.to(model.device, model.dtype)
-        self.attn, self.mlp, self.out = circuit.graph.blocks(mask)
+        attn, mlp, out = circuit.graph.blocks(mask)
+        self.kept = {"out": out}  # the edges of readers: all heads of a layer, an MLP, or the end
+        for layer in range(model.n_layers):
+            self.kept |= {f"a{layer}": attn[layer], f"m{layer}": mlp[layer]}
         self.past: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of earlier columns
 
     def hooks(self) -> list[tuple[str, Hook]]:
@@ -131,13 +134,14 @@ class CircuitRun:
         rows = rows if layer is None else rows[:, layer]
         return fill_rows(rows.to(value), self.positions)[None]
 
-    def read(self, alpha: Float[Tensor, "*reader writer"]) -> Float[Tensor, "batch pos *reader d"]:
+    def read(self, reader: str) -> Float[Tensor, "batch pos *slots d"]:
         """What readers get; at position 0 all that was written."""
+        alpha = self.kept[reader]
         values = torch.stack(self.values, dim=-2)  # [batch pos writer d]
         fills = torch.stack([fill.expand_as(values[..., 0, :]) for fill in self.fills], dim=-2)
         mixed = fills.sum(-2)
-        readers = alpha.reshape(-1, alpha.shape[-1])
-        kept = einsum(readers, values - fills, "reader w, b pos w d -> b pos reader d")
+        slots = alpha.reshape(-1, alpha.shape[-1])
+        kept = einsum(slots, values - fills, "slot w, b pos w d -> b pos slot d")
         whole = values.sum(-2)[:, :, None]
         first = (self.positions == 0)[:, None, None]
         x = torch.where(first, whole, mixed[:, :, None] + kept) + self.biases[:, :, None]
@@ -152,7 +156,7 @@ class CircuitRun:
         weights, bias = block.qkv_weights()
 
         def heads(value: Float[Tensor, "batch pos head d_head"], hook: Any = None) -> Tensor:
-            normed = block.ln1(self.read(self.attn[layer]))  # [batch pos 3 head d]
+            normed = block.ln1(self.read(f"a{layer}"))  # [batch pos 3 head d]
             qkv = einsum(normed, weights, "b pos s h d, s h d e -> s b h pos e")
             q, k, v = qkv + rearrange(bias, "s h e -> s 1 h 1 e")
             rotation = self.model.rotation(self.positions[None])
@@ -176,7 +180,7 @@ class CircuitRun:
 
     def mlp_of(self, layer: int) -> Hook:
         def mlp(value: Float[Tensor, "batch pos d"], hook: Any = None) -> Tensor:
-            written = self.model.layers[layer].mlp(self.read(self.mlp[layer]))
+            written = self.model.layers[layer].mlp(self.read(f"m{layer}"))
             self.write(written, self.filled("mlps", written, layer))
             return written
 
@@ -184,7 +188,7 @@ class CircuitRun:
 
     def end(self, value: Float[Tensor, "batch pos d"], hook: Any = None) -> Tensor:
         """What `out` reads takes the place of the last stream."""
-        return self.read(self.out)
+        return self.read("out")
 
 
 # ---- the door
