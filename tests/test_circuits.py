@@ -249,7 +249,7 @@ def test_to_mib_writes_the_file_that_eap_ig_would(mib, tmp_path):
         ('"n_layers": 1', '"n_layers": 2', "n_layers=2"),
         ('"in_graph": true', '"in_graph": false', "give n_edges"),
         ('"in_graph": false', '"in_graph": "no"', "true or false, not 'no'"),
-        ('"score": 2.0', '"score": NaN', "nan, not a finite number"),
+        ('"score": 2.0', '"score": NaN', "valid JSON .*NaN"),
         ('"score": 2.0', '"score": "2"', "'2', not a finite number"),
         ('"a0.h1->m0"', '"a0.h7->m0"', "no vertex 'a0.h7'"),
         ('"cfg"', '"config"', "needs cfg, nodes and edges"),
@@ -342,14 +342,12 @@ def test_for_other_models_and_other_tasks_no_manual_circuit_is_known():
 # ---- picture
 
 
-@pytest.mark.parametrize("max_edges, drawn", [(500, 235), (60, 60)])
-def test_picture_shows_each_vertex_and_at_most_max_edges(max_edges, drawn):
+def test_picture_shows_each_vertex_and_each_edge():
     circuit = manual_circuit("greater_than", GPT2)
-    ax = plots.draw(circuit, max_edges=max_edges)
+    ax = plots.draw(circuit)
     lines = [c for c in ax.collections if isinstance(c, matplotlib.collections.LineCollection)]
-    assert sum(len(collection.get_segments()) for collection in lines) == drawn
+    assert sum(len(collection.get_segments()) for collection in lines) == 235
     assert [text.get_text() for text in ax.texts] == circuit.vertices
-    assert ax.get_title(loc="left") == ("" if drawn == 235 else "60 of 235 edges drawn")
     plt.close(ax.figure)
 
 

@@ -1,5 +1,7 @@
 import logging
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from types import SimpleNamespace
 import joblib
 import pytest
 import torch
+from conftest import tokens_of
 
 from oa_utils import machine, store
 
@@ -73,6 +76,63 @@ def test_a_pass_has_at_least_one_row_and_more_on_an_accelerator():
     assert machine.rows_in_a_pass(cpu, machine.PASS_TOKENS // 4) == 4
     assert machine.rows_in_a_pass(cpu, 10 * machine.PASS_TOKENS) == 1
     assert machine.rows_in_a_pass(other, 16) > machine.rows_in_a_pass(cpu, 16)
+
+
+def refusing(most, compute):
+    """Stands in for a machine that has memory for so many items at once."""
+
+    def limited(span):
+        if span.stop - span.start > most:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return compute(span)
+
+    return limited
+
+
+def test_where_memory_is_refused_spans_are_halved_and_numbers_stay(gpt2):
+    from oa_utils.fills import Constants
+    from oa_utils.masked import MaskedModel
+
+    masked = MaskedModel(gpt2)
+    tokens = tokens_of(gpt2, n=13)
+    last = torch.full((13,), tokens.shape[1] - 1)
+    mask = torch.rand(13, len(masked.graph), generator=machine.generator(0)).requires_grad_()
+    zeros = Constants(torch.zeros(32), torch.zeros(3, 4, 8), torch.zeros(3, 32))
+
+    def loss_and_slope(span):
+        logp = masked(tokens[span], last[span], mask[span], zeros)
+        loss = -logp[:, 5].sum() / len(tokens)
+        return loss.item(), torch.autograd.grad(loss, mask)[0]
+
+    loss, slope = machine.in_spans(13, 13, loss_and_slope)[0]
+    for most in (12, 4, 1):
+        parts = machine.in_spans(13, 13, refusing(most, loss_and_slope))
+        assert len(parts) >= 13 / most
+        assert sum(part[0] for part in parts) == pytest.approx(loss, abs=1e-6)
+        torch.testing.assert_close(sum(part[1] for part in parts), slope, atol=1e-6, rtol=0)
+
+
+def test_spans_cover_everything_in_order_and_other_errors_pass():
+    seen = []
+    machine.in_spans(10, 4, refusing(3, seen.append))
+    assert [i for span in seen for i in range(10)[span]] == list(range(10))
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        machine.in_spans(3, 3, refusing(0, seen.append))
+    with pytest.raises(RuntimeError, match="^else$"):
+        machine.in_spans(3, 3, lambda span: (_ for _ in ()).throw(RuntimeError("else")))
+
+
+def test_little_memory_means_fewer_workers_not_other_passes(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "CONTROL_GROUP", (limit, tmp_path / "none"))
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 64)
+    limit.write_text("max")
+    at_most = machine.memory()
+    limit.write_text(str(int(2.5 * machine.WORKER)))
+    assert machine.memory() < at_most and machine.jobs() == 2
+    limit.write_text("1000000")
+    assert machine.jobs() == 1
+    assert machine.micro_batch(10**6, 1e6) == 1500
 
 
 def test_the_same_seed_gives_the_same_draws():
@@ -148,6 +208,50 @@ def test_a_workers_error_reaches_the_caller_with_its_item(monkeypatch, jobs):
 
     with pytest.raises(RuntimeError, match="^2 failed: ZeroDivisionError"):
         machine.parallel(work, [0, 1, 2, 3])
+
+
+LONG = """
+import os, sys, time
+from pathlib import Path
+from oa_utils import machine
+
+def work(i):
+    Path(sys.argv[1], str(os.getpid())).touch()
+    time.sleep(120)
+
+if __name__ == "__main__":
+    machine.parallel(work, range(2))
+"""
+
+
+def test_workers_end_with_their_parent(tmp_path, monkeypatch):
+    (tmp_path / "long.py").write_text(LONG)
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    monkeypatch.setenv("OA_JOBS", "2")
+    parent = subprocess.Popen([sys.executable, tmp_path / "long.py", pids])
+    try:
+        wait_until(lambda: len(list(pids.iterdir())) == 2, 60)
+    finally:
+        parent.kill()
+        parent.wait()
+    workers = [int(path.name) for path in pids.iterdir()]
+    wait_until(lambda: not any(runs(pid) for pid in workers), 10)
+
+
+def wait_until(true, seconds):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def runs(pid):
+    """Whether a process is there and not just waiting to be taken note of."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_parallel_runs_under_dask():
