@@ -37,6 +37,7 @@ NOTEBOOKS = {
     "latent_prediction": "06_latent_prediction",
     "lens_faithfulness": "07_lens_faithfulness",
     "elicitation": "08_elicitation",
+    "beyond_constants": "09_beyond_constants",
     "own_task": "11_your_own_task",
 }
 Number = float | np.number | None
