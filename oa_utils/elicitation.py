@@ -24,11 +24,11 @@ from torch import Tensor
 
 from oa_utils import lenses, machine, stats, store
 from oa_utils.labelled import LabelledSet
-from oa_utils.lenses import Lens, Readings
+from oa_utils.lenses import Lens
 from oa_utils.models import Model
 from oa_utils.texts import contexts
 
-VERSION = 1
+VERSION = 2
 KINDS = ("oca", "tuned", "logit")
 DEMONSTRATIONS = ("true", "false")
 LABEL_TOKENS = 4  # a longer label is more a sentence than a word, and its first token says little
@@ -46,21 +46,6 @@ class TextSettings:
     seed: int = 0
 
 
-def read_texts(
-    model: Model, tokens: Int[Tensor, "n length"], positions: int, seed: int = 0
-) -> Readings:
-    """Readings of several tokens of each text, so that lenses know every length of a prompt."""
-    n, length = tokens.shape
-    if not 0 < positions < length:
-        raise ValueError(
-            f"a text of {length} tokens has 1 to {length - 1} positions to read (BOS left out), "
-            f"not {positions}"
-        )
-    orders = [torch.randperm(length - 1, generator=machine.generator(seed + i)) for i in range(n)]
-    places = torch.stack(orders)[:, :positions] + 1
-    return lenses.read(model, tokens, places)
-
-
 @store.with_settings
 def train_lenses(
     model: Model, kinds: Sequence[str] = KINDS, *, settings: TextSettings
@@ -71,7 +56,7 @@ def train_lenses(
     data = {}
     for part, n in sizes.items():
         tokens = contexts(model, n, length, settings.seed, part)
-        data[part] = read_texts(model, tokens, settings.positions, settings.seed)
+        data[part] = lenses.read_several(model, tokens, settings.positions, settings.seed)
     return {
         kind: lenses.train(
             model,
@@ -91,7 +76,7 @@ def train_lenses(
 
 @dataclass(frozen=True)
 class ElicitSettings:
-    n: int = 200  # contexts of a set, twice as many for more than 4 classes; whole rounds of labels
+    n: int = 200  # contexts of a set, in whole rounds of labels; see `n_contexts`
     shots: tuple[int, ...] = (0, 1, 2, 3, 5, 7, 10)  # demonstrations read; a context has the last
     length: int = 0  # tokens of a context at most; 0: as many as the model takes
     seed: int = 0
@@ -101,6 +86,13 @@ class ElicitSettings:
         store.at_least(1, n=self.n)
         if not self.shots or list(self.shots) != sorted(set(self.shots)) or self.shots[0] < 0:
             raise ValueError(f"shots grow from 0 or more: not {self.shots}")
+
+    def n_contexts(self, labelled: LabelledSet) -> int:
+        """Twice as many for more than 4 classes, four times as many for a control, which is to be
+        shown to be nothing; whole rounds of labels in each half."""
+        n_classes = len(labelled.classes)
+        asked = self.n * (2 if n_classes > 4 else 1) * (4 if labelled.control else 1)
+        return math.ceil(asked / (2 * n_classes)) * 2 * n_classes
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +115,19 @@ def balanced(
     """
     half = np.arange(n // 2)[:, None].repeat(places, 1) % n_classes
     return np.concatenate([rng.permuted(half, axis=0) for _ in range(2)])
+
+
+def dealt(
+    labels: Int[ndarray, " n"], n_classes: int, rng: np.random.Generator
+) -> Int[ndarray, " n"]:
+    """By how much labels are moved along the classes in each context: in balance within each half
+    of the contexts that ask for one label."""
+    deal = np.empty_like(labels)
+    for half in np.split(np.arange(len(labels)), 2):
+        for label in range(n_classes):
+            rows = half[labels[half] == label]
+            deal[rows] = rng.permutation(len(rows)) % n_classes
+    return deal
 
 
 def shortened(model: Model, labelled: LabelledSet, text: str, room: int) -> str:
@@ -163,20 +168,19 @@ def make_prompts(model: Model, labelled: LabelledSet, *, settings: ElicitSetting
     """Contexts without a text twice, no longer than the model takes, every label equally often at
     every place.
 
-    In a control the labels are dealt anew to the classes in each context, so that no word fits a
-    class by chance.
+    In a control the labels are dealt anew to the classes in each context, every deal equally often
+    for every label of the query, so that no word fits a class by chance.
     """
     ids = labelled.label_ids(model)
     n_classes = len(ids)
     examples = settings.shots[-1] + 1
     pools = [np.flatnonzero(np.array(labelled.labels) == i) for i in range(n_classes)]
     _refuse_unfit(model, labelled, pools, examples)
-    asked = settings.n * 2 if n_classes > 4 else settings.n
-    n = math.ceil(asked / (2 * n_classes)) * 2 * n_classes
+    n = settings.n_contexts(labelled)
     rng = np.random.default_rng([settings.seed, zlib.crc32(labelled.name.encode())])
     labels = balanced(n, examples, n_classes, rng)
     shift = rng.integers(1, n_classes, n)
-    deal = rng.integers(n_classes if labelled.control else 1, size=n)
+    deal = dealt(labels[:, -1], n_classes, rng) if labelled.control else np.zeros_like(shift)
     chosen = np.empty_like(labels)
     for i, row in enumerate(labels):
         draws = [iter(rng.permutation(pool)) for pool in pools]
@@ -229,7 +233,7 @@ def label_scores(
     unembed = model.bridge.unembed.original_component
     ends = torch.cat([lens.ends(resid[:-1], range(model.n_layers)), resid[-1:]])
     bias = None if getattr(unembed, "bias", None) is None else unembed.bias[ids]
-    normed = model.bridge.ln_final.original_component(ends)
+    normed = model.bridge.ln_final.original_component(ends.to(model.dtype))
     logits = F.linear(normed, unembed.weight[ids], bias)
     return logits.double().log_softmax(-1).float().cpu()  # in double: near-certain labels would tie
 
@@ -290,8 +294,8 @@ def score(
     inputs = {
         "set": labelled.name,
         "prompts": store.fingerprint(prompts.rows, prompts.places, ids),
-        "kinds": list(readers),
-        "lenses": [lens.fingerprint for lens in readers.values()],
+        "kinds": list(readers),  # in order
+        "lenses": lenses.fingerprints(readers),
     }
 
     def compute(snapshots: store.Snapshots) -> tuple[store.Numbers, store.Tensors]:
@@ -342,7 +346,7 @@ def _read_scores(
     state = snapshots.load() or {"done": 0, "scores": torch.zeros(shape)}
     passes = lenses.passes(model, tokens[order], prompts.places[order], start=state["done"])
     for rows, streams, _ in passes:
-        streams = rearrange(streams, "layer b shots d -> layer (b shots) d")
+        streams = rearrange(streams, "layer b shots d -> layer (b shots) d").float()
         for kind, lens in enumerate(readers.values()):
             values = label_scores(lens, streams, ids)
             state["scores"][kind][:, order[rows]] = rearrange(

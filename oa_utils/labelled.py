@@ -121,7 +121,8 @@ def _own_sets() -> Iterator[LabelledSet]:
 
 def _language_sets() -> Iterator[LabelledSet]:
     """All four classes of the bundled model's lists, the two pairs of classes that one shift of the
-    labels swaps, and a control whose labels are names."""
+    labels swaps, and a control whose labels are words for neither class, no names (the model
+    looks for names)."""
     for name, entry in SOURCES["language"].items():
         words = entry["words"]
         items = language.LANGUAGE["items"]

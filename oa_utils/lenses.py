@@ -411,13 +411,16 @@ class Trainer:
     It learns to say what the model says or, with `of`, what that lens says.
     """
 
-    lr: float  # Adam's largest step, raw parameters being of unit scale
     mlp_passes: int  # that one reading takes in a step
 
     def __init__(self, model: Model, data: Readings, of: Lens | None = None):
         self.model = model
         self.data = data
         self.of = of
+
+    def lr(self, settings: LensSettings) -> float:
+        """Adam's largest step, raw parameters being of unit scale."""
+        raise NotImplementedError
 
     def starts(self, settings: LensSettings) -> dict[str, dict[str, Tensor]]:
         """Raw parameters to start from, by name; each layer takes what is best on validation."""
@@ -457,11 +460,12 @@ class Trainer:
 class OCATrainer(Trainer):
     """Starts from mean attention; raw constants count in standard deviations of attention."""
 
-    lr = 0.3
-
     def __init__(self, model: Model, data: Readings, of: Lens | None = None):
         super().__init__(model, data, of)
         self.mlp_passes = model.n_layers * (model.n_layers + 1) // 2
+
+    def lr(self, settings: LensSettings) -> float:
+        return 0.3
 
     def starts(self, settings: LensSettings) -> dict[str, dict[str, Tensor]]:
         n = self.model.n_layers
@@ -480,7 +484,6 @@ class LinearTrainer(Trainer):
 
     def __init__(self, model: Model, data: Readings, of: Lens | None = None):
         super().__init__(model, data, of)
-        self.lr = 0.4 / model.d_model  # a step of all entries together moves an end by so much
         rows = data.resid[:, :: math.ceil(len(data) / FIT_ROWS)]
         layers = list(range(model.n_layers))
         parts = [self.target(part, layers) for part in rows.split(ROWS, dim=1)]
@@ -492,6 +495,11 @@ class LinearTrainer(Trainer):
             self._fit(rows[i], (ends - self.goal[:, None])[min(i, len(ends) - 1)]) for i in layers
         ]
         self.white, self.back, self.ridge = map(torch.stack, zip(*fits, strict=True))
+
+    def lr(self, settings: LensSettings) -> float:
+        """An end moves by so much if all entries of its row step together; a random start has far
+        to go."""
+        return (13 if settings.start == "random" else 0.4) / self.model.d_model
 
     @staticmethod
     def _fit(
@@ -603,7 +611,7 @@ def train_layers(
     bar.update(state.step)
     while state.step < settings.steps and min(state.idle) < settings.patience:
         active = [i for i, looks in enumerate(state.idle) if looks < settings.patience]
-        largest = settings.lr or trainer.lr
+        largest = settings.lr or trainer.lr(settings)
         optimiser.param_groups[0]["lr"] = largest * settings.rate(state.step)
         optimiser.zero_grad()
         epoch, place = divmod(state.step, n // batch)

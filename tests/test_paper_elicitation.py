@@ -48,23 +48,30 @@ def test_the_papers_numbers_give_the_papers_counts():
 def test_claims_say_what_the_table_says():
     claims = claims_of(table_of(a=(0.3, 0.1, 0), b=(0.1, 0.2, 0), c=(0.2, 0.2, 0), ab=(0, 0.1, 0)))
     wins = claims["wins.true"]
-    assert wins.measured == pytest.approx(1 / 3) and wins.holds is False
+    assert wins.measured == pytest.approx(1 / 2) and wins.holds is None  # two sets decide nothing
     assert wins.paper_value == 0.8 and "1 of 2" in wins.note
     boost = claims["boost.false"]
     assert boost.measured == pytest.approx(0.2) and boost.holds and boost.low < 0.2 < boost.high
-    assert claims["control.true"].holds and claims["control.false"].holds
-    assert not claims["false_more"].holds
+    assert claims["control.oca.true"].holds and claims["control.logit.false"].holds
+    assert claims["control.tuned.true"].holds is None  # as large as the margin
+    assert claims["false_more"].holds is None
     assert "categories.true" not in claims
-    assert claims["lead.true"].low is None and "too few sets" in claims["lead.true"].note
+    lead = claims["lead.true"]
+    assert lead.measured == pytest.approx(0.1 / 3) and lead.holds and "few sets" in lead.note
+    assert lead.high - lead.measured == pytest.approx(1.96 * 0.01 * (6**0.5) / 3)
 
 
 def test_five_sets_give_an_interval_and_things_stand_for_dbpedia():
     boosts = {name: (0.3, 0.1, 0) for name in ("a", "b", "c", "d", "things")}
     claims = claims_of(table_of(**boosts))
     lead = claims["lead.false"]
-    assert lead.holds and lead.low == pytest.approx(0.2) and lead.note == ""
+    assert lead.holds and lead.low == pytest.approx(0.2) and "over sets" in lead.note
+    assert claims["wins.false"].holds is None and claims["wins.false"].measured == 1
     assert claims["categories.true"].measured == pytest.approx(0.2)
-    assert "control.true" not in claims
+    assert not any("control" in id for id in claims)
+    many = {f"set{i}": (0.3, 0.1, 0) for i in range(6)}
+    assert claims_of(table_of(**many))["wins.true"].holds
+    assert claims_of(table_of(**{name: (0.1, 0.3, 0) for name in many}))["lead.true"].holds is False
 
 
 def test_a_model_that_is_always_right_leaves_nothing_to_decide():
@@ -76,7 +83,8 @@ def test_a_model_that_is_always_right_leaves_nothing_to_decide():
 def test_a_control_is_held_against_the_model_or_against_chance():
     boosts = {"a": (0.3, 0.1, 0), "ab": (0.25, 0.1, 0)}
     below = claims_of(table_of(**boosts).assign(fair=0.5))  # a model below chance, a lens at it
-    assert below["control.true"].holds and below["control.true"].note == "against chance"
+    assert below["control.oca.true"].holds
+    assert below["control.oca.true"].note == "against chance"
     worse = claims_of(table_of(**boosts))
-    assert not worse["control.true"].holds and not worse["control.false"].holds
-    assert worse["control.true"].note == "against the model"
+    assert worse["control.oca.true"].holds is False and worse["control.oca.false"].holds is False
+    assert worse["control.oca.true"].note == "against the model"

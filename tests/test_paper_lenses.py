@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from oa_utils import lenses, store
+from oa_utils.faithfulness import EACH
 from oa_utils.paper import lenses as study
 
-SMALL = study.Study(train=160, validation=32, test=32, length=12, others=(6,), steps=6, batch=16)
+SIZES = {"train": 160, "validation": 32, "test": 32, "length": 12, "positions": 2}
+SMALL = study.Study(**SIZES, others=(6,), steps=6, batch=16, oca_batch=16, seeds=2)
 
 
 def test_below_is_the_first_layer_that_stays_below():
@@ -49,8 +51,14 @@ def test_the_study_measures_every_lens_at_every_layer_and_length(tiny):
     assert (table.groupby(["lens", "layer", "length"]).size() == 1).all()
     assert len(table) == len(study.KINDS) * (tiny.n_layers + 1) * 2
     rows = table[(table.length == 12) & (table.lens == "oca")].sort_values("layer")
-    expected = trained.lenses["oca"].losses(trained.readings["test"]).mean(1).tolist()
-    assert rows.loss.to_numpy() == pytest.approx(expected, abs=1e-6)
+    data = trained.readings["test"]
+    again = torch.stack([seed["oca"].losses(data) for seed in trained.seeds])
+    assert torch.equal(result.tensors["oca"], again) and not torch.equal(again[0], again[1])
+    assert rows.loss.to_numpy() == pytest.approx(again.mean((0, 2)).tolist(), abs=1e-6)
+    assert len(result.tensors["linear"]) == 1  # of the first seed only
+    ratios = study.over_tuned(result, n=10).set_index(["lens", "layer"])
+    assert np.allclose(ratios.loc["tuned", ["ratio", "low", "high"]], 1)
+    assert (ratios.low <= ratios.ratio).all() and (ratios.ratio <= ratios.high).all()
     assert set(table[table.lens == "tuned"].steps) == {6}
     claims = {claim.id: claim for claim in study.lens_claims(result, n=10)}
     assert claims["lens.oca_below_tuned"].low <= claims["lens.oca_below_tuned"].high
@@ -74,20 +82,22 @@ def test_lens_claims_by_hand():
         "resample": [1.0, 0.62, 0.0],
     }
     rows = [
-        {"lens": "oca", "parameters": 3, "multiply_adds": 5e9},
-        {"lens": "tuned", "parameters": 60, "multiply_adds": 4e9},
+        {"lens": "oca", "parameters": 3, "multiply_adds_by_seed": [5e9, 5.01e9]},
+        {"lens": "tuned", "parameters": 60, "multiply_adds_by_seed": [4e9, 4e9]},
     ]
-    tensors = {name: torch.tensor(value)[:, None].expand(-1, 8) for name, value in losses.items()}
+    tensors = {
+        name: torch.tensor(value)[None, :, None].expand(2, -1, 8) for name, value in losses.items()
+    }
     result = store.Result({"rows": rows}, tensors, {}, {}, 0.0, Path("x.json"))
     claims = {claim.id: claim for claim in study.lens_claims(result, n=5)}
     measured = {
-        id.removeprefix("lens."): (round(claim.measured, 4), claim.holds)
+        id.removeprefix("lens."): (round(claim.measured, 2), claim.holds)
         for id, claim in claims.items()
     }
     assert measured == {
-        "oca_over_tuned": (0.5786, True),
+        "oca_over_tuned": (0.58, True),
         "oca_over_tuned_random": (1.35, False),
-        "oca_below_tuned": (1.0, True),
+        "oca_below_tuned": (0.8, True),
         "oca_over_mean": (0.3, True),
         "oca_over_resample": (0.25, True),
         "oca_below_001": (0.5, True),
@@ -99,20 +109,29 @@ def test_lens_claims_by_hand():
     assert all(claim.source == "x.json" for claim in claims.values())
 
 
+def test_an_interval_covers_contexts_and_seeds():
+    rng = np.random.default_rng(0)
+    contexts = rng.normal(size=(1, 400, 1))
+    same = 5 + np.repeat(contexts, 3, axis=0)
+    value, low, high = study.with_interval(lambda x: float(x[0]), [same], 200)
+    assert (high - low) / 2 == pytest.approx(1.96 / 20, rel=0.2)  # seeds that agree add nothing
+    apart = same + np.array([-1.0, 0.0, 1.0])[:, None, None]
+    value, low, high = study.with_interval(lambda x: float(x[0]), [apart], 200)
+    assert (high - low) / 2 == pytest.approx(4.303 / np.sqrt(3), rel=0.05)
+    assert study.by_seeds([2.0]) == (2.0, None, None)
+
+
 def faithful_row(perturbation, basis, lens, layer):
     """OCA ahead by 0.1 in its own basis, but for one direction; NaN where bases are mixed."""
     value = np.nan
     if basis in ("random", lens):
         value = 0.6 if lens == "oca" else 0.5
     behind = (perturbation, basis, lens, layer) == ("project_basis", "oca", "oca", 0)
-    return {
-        "perturbation": perturbation,
-        "basis": basis,
-        "lens": lens,
-        "layer": layer,
-        "magnitude": value,
-        "direction": 0.1 if behind else value,
-    }
+    numbers = {"magnitude": value, "direction": 0.1 if behind else value}
+    place = {"perturbation": perturbation, "basis": basis, "lens": lens, "layer": layer}
+    for measure in ("magnitude", "direction"):
+        numbers |= {f"{measure}_se": 0.01, f"{measure}_lead_se": 0.06}
+    return {**place, **numbers}
 
 
 def test_faithfulness_claims_compare_lenses_in_their_own_bases():
@@ -125,17 +144,23 @@ def test_faithfulness_claims_compare_lenses_in_their_own_bases():
     ]
     claims = {claim.id: claim for claim in study.faithful_claims(pd.DataFrame(rows))}
     assert len(claims) == 10
-    assert all(claim.paper_value == 1 for claim in claims.values())
-    failed = [claim for claim in claims.values() if not claim.holds]
+    failed = [claim for claim in claims.values() if claim.holds is False]
     assert [claim.id for claim in failed] == ["faithfulness.project_basis.direction"]
-    assert failed[0].measured == 0.75
+    assert failed[0].measured == pytest.approx(-0.4) and "3 of 4 layers" in failed[0].note
+    # in random directions the paired error counts, in two bases both errors do
+    assert claims["faithfulness.steer_random.direction"].holds is None
+    assert claims["faithfulness.steer_basis.direction"].holds
+    z = 2.498  # of 5 % over four layers, both sides
+    assert claims["faithfulness.steer_basis.direction"].low == pytest.approx(
+        0.1 - z * 0.01 * np.sqrt(2), abs=1e-3
+    )
 
 
 def test_the_chapters_table_is_that_of_faithfulness(tiny):
-    few = study.Study(train=160, validation=32, test=32, length=12, others=(), steps=2, batch=16)
+    few = study.Study(**SIZES, others=(), steps=2, batch=16, oca_batch=16, seeds=1)
     trained = study.train(tiny, few, ("tuned", "oca", "linear"))
     table = study.faithful(
         tiny, trained, [1], directions=4, contexts=4, resampled=8, resamples=5, reference=False
     )
-    assert set(table.perturbation) == set(study.PERTURBATIONS) and set(table.layer) == {1}
+    assert set(table.perturbation) == {*study.PERTURBATIONS, *EACH} and set(table.layer) == {1}
     assert len(study.faithful_claims(table)) == 10

@@ -4,6 +4,7 @@ from itertools import product
 
 import numpy as np
 import pandas as pd
+import scipy.stats
 
 from oa_utils import stats, store
 from oa_utils.elicitation import DEMONSTRATIONS
@@ -11,6 +12,7 @@ from oa_utils.paper.claims import Claim
 
 CATEGORIES = ("dbpedia", "entities", "things")  # sets that ask what kind of thing something is
 FEWEST = 5  # sets that an interval over sets needs
+MARGIN = 0.1  # of accuracy: what counts as nothing in a control
 
 
 def by_set(
@@ -51,9 +53,11 @@ def wins(boosts: pd.DataFrame) -> tuple[int, int, float]:
     return won, differ, stats.sign_test(won, differ) if differ else 1.0
 
 
-def interval(mean: float, errors: pd.Series) -> tuple[float, float]:
-    """95 % around a mean over sets, each set with its own standard error over contexts."""
-    half = 1.96 * float(np.sqrt(errors.pow(2).sum())) / len(errors)
+def interval(mean: float, *errors: pd.Series) -> tuple[float, float]:
+    """95 % around a mean over sets as they are, from each set's standard errors over contexts (of
+    several terms: independent ones)."""
+    total = sum(float(error.pow(2).sum()) for error in errors)
+    half = 1.96 * np.sqrt(total) / len(errors[0])
     return mean - half, mean + half
 
 
@@ -62,26 +66,32 @@ def elicitation_claims(table: pd.DataFrame, n: int = 1000) -> list[Claim]:
     other contexts. n resamples of an interval."""
     paper = anchors()
     more = (by_set(table, "false").oca - by_set(table, "true").oca).mean()
+    errors = [by_set(table, demos, "boost_se").oca for demos in DEMONSTRATIONS]
     paper_more = by_set(paper, "false", "maximum").oca - by_set(paper, "true", "maximum").oca
     return [
         *(claim for demos in DEMONSTRATIONS for claim in _boost_claims(table, paper, demos, n)),
         Claim(
             "elicitation.false_more",
-            "the boost is larger with false than with true demonstrations; mean difference",
+            "the boost is larger with false than with true demonstrations (mean difference above "
+            "0)",
             paper_more.mean(),
             more,
-            holds=more > 0,
+            *interval(more, *errors),
+            rule="> 0",
+            seeds=1,
             source="elicitation",
         ),
-        *(_control_claim(table, demos) for demos in DEMONSTRATIONS if table.control.any()),
+        *_control_claims(table),
     ]
 
 
 def _boost_claims(table: pd.DataFrame, paper: pd.DataFrame, demos: str, n: int) -> list[Claim]:
-    """Whose boost is larger with one kind of demonstrations, and by how much."""
+    """Whose boost is larger with one kind of demonstrations, and by how much. Where the model is
+    always right there is no room for a boost, and nothing is decided."""
     paper_boosts = by_set(paper, demos, "maximum")
     most = by_set(table, demos, "maximum")
     fair = by_set(table, demos)
+    error = by_set(table, demos, "boost_se")
     model_accuracy = (by_set(table, demos, "fair") - fair).oca
     room = model_accuracy.min() < 1 - 1e-9
 
@@ -90,13 +100,11 @@ def _boost_claims(table: pd.DataFrame, paper: pd.DataFrame, demos: str, n: int) 
         text: str,
         paper_value: float,
         value: float,
-        holds: bool,
+        between: tuple[float | None, float | None],
+        rule: str,
         note: str,
-        between: tuple[float, float] | tuple[None, None] = (None, None),
     ) -> Claim:
-        if not room:
-            note += "; the model is always right: no room for a boost"
-        low, high = between
+        low, high = between if room else (None, None)
         return Claim(
             f"elicitation.{id}.{demos}",
             f"{demos} demonstrations: {text}",
@@ -104,70 +112,98 @@ def _boost_claims(table: pd.DataFrame, paper: pd.DataFrame, demos: str, n: int) 
             value,
             low,
             high,
-            holds if room else None,
+            rule=rule,
+            seeds=1,
             source="elicitation",
-            note=note,
+            note=note if room else f"{note}; the model is always right: no room for a boost",
         )
 
     won, differ, p = wins(most)
     fair_won, fair_differ, fair_p = wins(fair)
-    text = "the OCA lens has a larger boost than the tuned lens on most sets (share)"
-    paper_share = wins(paper_boosts)[0] / len(paper_boosts)
-    note = (
-        f"{won} of {differ} that differ, p = {p:.2g}; layer chosen on the other half: "
-        f"{fair_won} of {fair_differ}, p = {fair_p:.2g}"
-    )
-    won_most = won > len(most) / 2
-    claims = [claim("wins", text, paper_share, won / len(most), won_most, note)]
-
-    text = "some layer of the OCA lens is more accurate than the model; mean boost"
+    share = won / differ if differ else 0.5
+    exact = scipy.stats.binomtest(won, differ).proportion_ci() if differ else (None, None)
     boost = fair.oca.mean()
-    note = f"with the paper's maximum {most.oca.mean():.3f}"
-    between = interval(boost, by_set(table, demos, "boost_se").oca)
-    claims.append(
-        claim("boost", text, paper_boosts.oca.mean(), boost, bool(boost > 0), note, between)
-    )
-
-    text = "by how much the OCA lens's mean boost exceeds the tuned lens's"
     lead = (fair.oca - fair.tuned).to_numpy()
-    paper_lead = (paper_boosts.oca - paper_boosts.tuned).mean()
-    enough = len(fair) >= FEWEST
-    note = "" if enough else "too few sets for an interval"
-    between = stats.bootstrap(np.mean, lead, n=n) if enough else (None, None)
-    claims.append(
-        claim("lead", text, paper_lead, lead.mean(), bool(lead.mean() > 0), note, between)
-    )
-
+    over_sets = len(fair) >= FEWEST
+    within = interval(lead.mean(), error.oca, error.tuned)
+    claims = [
+        claim(
+            "wins",
+            "the OCA lens has a larger boost than the tuned lens on most sets that differ (share "
+            "above 0.5, exact interval over sets)",
+            wins(paper_boosts)[0] / wins(paper_boosts)[1],
+            share,
+            tuple(exact),
+            "> 0.5",
+            f"{won} of {differ} that differ, sign test p = {p:.2g}; layer chosen on the other "
+            f"half: {fair_won} of {fair_differ}, p = {fair_p:.2g}",
+        ),
+        claim(
+            "boost",
+            "some layer of the OCA lens is more accurate than the model (mean boost above 0)",
+            paper_boosts.oca.mean(),
+            boost,
+            interval(boost, error.oca),
+            "> 0",
+            f"with the paper's maximum {most.oca.mean():.3f}",
+        ),
+        claim(
+            "lead",
+            "the OCA lens's mean boost exceeds the tuned lens's (difference above 0)",
+            (paper_boosts.oca - paper_boosts.tuned).mean(),
+            lead.mean(),
+            stats.bootstrap(np.mean, lead, n=n) if over_sets else within,
+            "> 0",
+            "bootstrap over sets" if over_sets else "few sets: over contexts of these sets",
+        ),
+    ]
     for name in [name for name in CATEGORIES if name in fair.index][:1]:
-        text = f"the OCA lens raises the boost over the tuned lens's on DBPedia (here: {name})"
         dbpedia = paper_boosts.loc["dbpedia"]
         row = fair.loc[name]
-        lead = row.oca - row.tuned
-        note = f"OCA {row.oca:.3f}, tuned {row.tuned:.3f}"
-        paper_lead = dbpedia.oca - dbpedia.tuned
-        claims.append(claim("categories", text, paper_lead, lead, bool(lead > 0), note))
+        ahead = row.oca - row.tuned
+        claims.append(
+            claim(
+                "categories",
+                f"the OCA lens's boost exceeds the tuned lens's on DBPedia (here: {name}; "
+                "difference above 0)",
+                dbpedia.oca - dbpedia.tuned,
+                ahead,
+                interval(ahead, error.oca.loc[[name]], error.tuned.loc[[name]]),
+                "> 0",
+                f"OCA {row.oca:.3f}, tuned {row.tuned:.3f}",
+            )
+        )
     return claims
 
 
-def _control_claim(table: pd.DataFrame, demos: str) -> Claim:
-    """A model below chance is beaten by chance, which is no knowledge: then chance is what a lens
-    must exceed."""
-    rows = table[table.control & (table.kind == "oca") & (table.demonstrations == demos)]
-    row = rows.nlargest(1, "demos").iloc[0]
-    chance = 1 / row.classes
-    above_chance = row.fair - row.boost >= chance
-    value = row.boost if above_chance else row.fair - chance
-    error = row.boost_se if above_chance else row.fair_se
-    low, high = interval(value, pd.Series([error]))
-    return Claim(
-        f"elicitation.control.{demos}",
-        f"labels that mean nothing, {demos} demonstrations: no layer is above both the model and "
-        "chance",
-        None,
-        value,
-        low,
-        high,
-        low <= 0,
-        source="elicitation",
-        note=f"against {'the model' if above_chance else 'chance'}",
-    )
+def controls(table: pd.DataFrame) -> pd.DataFrame:
+    """Of each lens on the controls: its accuracy at the layer chosen on the other half, and by how
+    much this exceeds the model or, where the model is below chance, chance (a model below chance is
+    beaten by chance, which is no knowledge)."""
+    rows = table[table.control & (table.demos == table.demos.max())].copy()
+    rows["chance"] = 1 / rows.classes
+    rows["model"] = rows.fair - rows.boost
+    knows = rows.model >= rows.chance
+    rows["against"] = np.where(knows, "the model", "chance")
+    rows["excess"] = rows.boost.where(knows, rows.fair - rows.chance)
+    rows["se"] = rows.boost_se.where(knows, rows.fair_se)
+    return rows
+
+
+def _control_claims(table: pd.DataFrame) -> list[Claim]:
+    """A test of equivalence: nothing must be shown to be nothing, not only not shown."""
+    return [
+        Claim(
+            f"elicitation.control.{row.kind}.{row.demonstrations}",
+            f"labels that mean nothing, {row.demonstrations} demonstrations: the {row.kind} lens's "
+            f"accuracy is within {MARGIN} of that of the model or of chance, whichever is more",
+            None,
+            row.excess,
+            *interval(row.excess, pd.Series([row.se])),
+            rule=f"in [-{MARGIN}, {MARGIN}]",
+            seeds=1,
+            source="elicitation",
+            note=f"against {row.against}",
+        )
+        for row in controls(table).itertuples()
+    ]

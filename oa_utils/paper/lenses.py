@@ -1,5 +1,6 @@
 """The lens chapters, notebooks 06 and 07: what is trained on which text, §5's tables and claims."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,19 +22,20 @@ from oa_utils.texts import contexts
 Series = Sequence[float] | np.ndarray | pd.Series  # a number for each layer
 
 VERSION = 2
-LENSES = {  # name: (kind, start of a linear map, whether several positions of a context are read)
-    "logit": ("logit", "best", False),
-    "tuned": ("tuned", "best", True),
-    "tuned_identity": ("tuned", "identity", True),
-    "tuned_random": ("tuned", "random", True),
-    "mean": ("mean", "best", False),
-    "resample": ("resample", "best", False),
-    "oca": ("oca", "best", False),
-    "linear": ("linear", "best", True),
-    "tuned_last": ("tuned", "best", False),
-    "oca_several": ("oca", "best", True),
+LENSES = {  # name: (kind, start of a linear map, positions of a context read: 0, as the study says)
+    "logit": ("logit", "best", 1),
+    "tuned": ("tuned", "best", 0),
+    "tuned_identity": ("tuned", "identity", 0),
+    "tuned_random": ("tuned", "random", 0),
+    "mean": ("mean", "best", 1),
+    "resample": ("resample", "best", 1),
+    "oca": ("oca", "best", 0),
+    "linear": ("linear", "best", 0),
+    "tuned_last": ("tuned", "best", 1),
+    "oca_last": ("oca", "best", 1),
+    "oca_several": ("oca", "best", 8),
 }
-KINDS = tuple(LENSES)[:8]  # the last two: what several positions are worth
+KINDS = tuple(LENSES)[:8]  # the others: what several positions are worth
 AGAIN = ("logit", "tuned", "mean", "resample", "oca")  # trained for every seed
 PERTURBATIONS = {  # ours: (the anchors' name, in words)
     "steer_random": ("steer_rand", "random perturbations"),
@@ -98,6 +100,8 @@ class Study:
     steps: int = 500
     batch: int = 256  # readings in a step
     oca_batch: int = 256
+    oca_lr: float = 0.3
+    oca_positions: int = 1  # of each train context that OCA reads
     seeds: int = 3  # trainings of the main lenses, each on train contexts of its own
     seed: int = 0
 
@@ -124,6 +128,8 @@ def default(model: Model, seed: int = 0) -> Study:
         steps=choose(test=20, small=500, default=120, paper=30_000),
         batch=choose(test=64, small=256, default=256, paper=256),
         oca_batch=choose(test=64, small=256, default=64, paper=200),
+        oca_lr=choose(test=0.3, small=0.3, default=0.1, paper=0.1),
+        oca_positions=choose(test=1, small=1, default=12, paper=8),
         seeds=choose(test=2, small=3, default=1, paper=3),
         seed=seed,
     )
@@ -153,19 +159,23 @@ def train(model: Model, study: Study, names: Sequence[str] = KINDS) -> Trained:
     for i in range(study.seeds):
         seed = study.seed + 100 * i
         text = tokens["train"] if i == 0 else contexts(model, study.train, study.length, seed)
-        last = readings["train"] if i == 0 else lenses.read(model, text)
-        several = lenses.read_several(model, text, study.positions, seed)
+        read = {1: readings["train"] if i == 0 else lenses.read(model, text)}
         trained: dict[str, Lens] = {}
         for name in [name for name in names if i == 0 or name in AGAIN]:
-            kind, start, more = LENSES[name]
+            kind, start, positions = LENSES[name]
+            oca = kind == "oca"
+            positions = positions or (study.oca_positions if oca else study.positions)
+            if positions not in read:
+                read[positions] = lenses.read_several(model, text, positions, seed)
             trained[name] = lenses.train(
                 model,
-                several if more else last,
+                read[positions],
                 kind,
                 readings["validation"],
                 of=trained["oca"] if kind == "linear" else None,
                 steps=study.steps,
-                batch=study.oca_batch if kind == "oca" else study.batch,
+                batch=study.oca_batch if oca else study.batch,
+                lr=study.oca_lr if oca else 0.0,
                 look_every=max(1, study.steps // 12),
                 start=start,
                 seed=seed,
@@ -297,7 +307,7 @@ def with_interval(
     low, high = stats.bootstrap(lambda rows: float(np.mean(of_rows(rows))), everything, n=n)
     _, _, seeds_high = by_seeds(by_seed)
     half = 0.0 if seeds_high is None else seeds_high - value
-    return value, value - np.hypot(value - low, half), value + np.hypot(high - value, half)
+    return value, value - math.hypot(value - low, half), value + math.hypot(high - value, half)
 
 
 def samples_of(result: store.Result) -> dict[str, Float[np.ndarray, "seed n layer"]]:
