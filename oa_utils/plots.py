@@ -254,7 +254,8 @@ def heatmap(
 
 def front(ax: Axes, table: pd.DataFrame, by: str = "method", label: bool = True) -> None:
     """Every circuit as a point with two standard errors, and the front of each method (or ablation)
-    as a line."""
+    as a line; the empty circuit has no place on this axis, and no bar goes below a third."""
+    table = table[table.n_edges > 0]
     for name, part in table.groupby(by, sort=False):
         looks = style(name)
         best = part.iloc[stats.pareto(part.n_edges, part.gap)]
@@ -262,10 +263,14 @@ def front(ax: Axes, table: pd.DataFrame, by: str = "method", label: bool = True)
         looks["linestyle"] = ""
         if not label:
             looks["label"] = None
-        ax.errorbar(part.n_edges, part.gap, 2 * part.se, elinewidth=0.8, capsize=2, **looks)
+        bars = [np.minimum(2 * part.se, 2 / 3 * part.gap.clip(lower=0)), 2 * part.se]
+        ax.errorbar(part.n_edges, part.gap, bars, elinewidth=0.8, capsize=2, **looks)
     ax.set(xscale="log", yscale="log", xlabel="edges", ylabel="Δ (nats)")
-    wide = table.n_edges.max() > 50 * max(1, table.n_edges.min())
-    ax.xaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
+    if table.empty:
+        return
+    span = table.n_edges.max() / table.n_edges.min()
+    subs = (1,) if span > 30 else (1, 3) if span > 8 else (1, 2, 5)
+    ax.xaxis.set_major_locator(LogLocator(subs=subs))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.yaxis.set_minor_formatter(NullFormatter())

@@ -262,8 +262,9 @@ def test_claims_on_estimators_hold_and_fail(ioi):
 
 
 def test_spoofing_compares_tasks(masked, ioi, greater_than):
-    noisy = {"ugs": {**PACE, "noise": 1.0}}
-    table = study.spoofing(masked, [ioi, greater_than], [0.1], noisy, GAP)
+    options = {"ugs": {**PACE, "noise": 1.0}}
+    plan = study.Study(12, (0.1,), (0.1,), (0.2,), (0.2,), options, GAP)
+    table = study.spoofing(masked, {ioi: plan, greater_than: plan})
     assert list(table.index) == ["ioi", "gt"]
     assert table.paper["ioi"] > 2 * table.paper["gt"], "the paper, on the authors' numbers"
     ends = {"low": [0.9, 0.9], "high": [1.1, 1.1], "seeds": 3}

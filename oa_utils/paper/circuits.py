@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Float
 from numpy import ndarray
+from torch import Tensor
 
 from oa_utils import models, plots, stats, store
 from oa_utils.circuits import manual_circuit
@@ -23,13 +25,13 @@ from oa_utils.machine import choose
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model
 from oa_utils.paper.claims import Claim
-from oa_utils.search import gap, sweep, sweep_circuit
+from oa_utils.search import gap, sweep, sweep_circuit, ugs
 from oa_utils.search.evaluate import METHODS, Wanted, find_and_measure
+from oa_utils.search.ugs import SLOWER, UGSSettings, learning_rate
 from oa_utils.tasks import Task
 
 WAYS = ("counterfactual", "optimal", "mean", "resample")
 BASELINES = ("hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks")
-SEEDED = ("ugs", "hcgs")  # under CF and OA with several seeds
 GPT2_EDGES = 32_491  # of GPT-2-small, the paper's model
 FEWER_EDGES = 0.48  # UGS's size over that of ACDC's circuit of the same Δ, IOI under CF
 TASKS = {"ioi": "ioi", "greater_than": "gt"}  # our tasks' names: the anchors' and the claims'
@@ -80,7 +82,8 @@ class Study:
     shares_oa: tuple[float, ...]  # the same under OA, where constants are trained for each circuit
     options: Options  # settings of each search
     gap_options: Mapping[str, Any]  # and of the constants of OA, trained after the search
-    seeds: int = 1  # of UGS and HCGS under CF and OA
+    seeds: int = 1  # under CF and OA, of
+    seeded: tuple[str, ...] = ("ugs", "hcgs")  # these searches
     most_hcgs: int = 3  # prices for HCGS
     methods: tuple[str, ...] = ("ugs", "hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks")
 
@@ -119,7 +122,7 @@ class Study:
     def seeds_from(self, seed: int) -> dict[tuple[str, str] | None, list[int]]:
         """Seeds of every search: several where training is random and the paper compares."""
         several = [seed + i for i in range(self.seeds)]
-        pairs = [(method, way) for method in SEEDED for way in ("counterfactual", "optimal")]
+        pairs = [(method, way) for method in self.seeded for way in ("counterfactual", "optimal")]
         return {None: [seed], **{pair: several for pair in pairs}}
 
     def fronts(self, masked: MaskedModel, task: Task, seed: int = 0) -> pd.DataFrame:
@@ -145,7 +148,7 @@ def study(model: Model, task_name: str) -> Study:
     large = (3e-3, 1e-3, 3e-4)
     paper = (2e-2, 1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5)
     lam = choose(model, test=(0.02,), small=small, default=large, paper=paper)
-    steps = choose(model, test=3, small=600, default=150, paper=6000)
+    steps = choose(model, test=3, small=400 if is_gt else 600, default=150, paper=6000)
     pace = choose(
         model,
         test={"prompts": 4, "masks": 3},
@@ -189,11 +192,12 @@ def study(model: Model, task_name: str) -> Study:
         gap_options=choose(
             model,
             test={"steps": 2, "batch": 8, "look_every": 2},
-            small={"steps": 600, "batch": 8, "look_every": 150, "draws": 2},
+            small={"steps": steps, "batch": 8, "look_every": 200, "draws": 2},
             default={"steps": 150, "batch": 8, "look_every": 50, "draws": 1, "look_prompts": 64},
             paper={"steps": 10_000, "batch": 75, "look_every": 1000},
         ),
         seeds=choose(model, test=1, small=3, default=1, paper=3),
+        seeded=("ugs",) if is_gt else ("ugs", "hcgs"),
         most_hcgs=choose(model, test=1, small=3, default=2, paper=10),
         methods=choose(
             model,
@@ -272,6 +276,17 @@ def _variant(
 ) -> dict[str, Any]:
     wanted, options = item
     return find_and_measure(model, wanted, task, {wanted.method: options}, gap_options)
+
+
+def early_theta(
+    masked: MaskedModel, task: Task, way: str, lam: float, options: Mapping[str, Any], seed: int
+) -> Float[Tensor, " n_edges"]:
+    """θ of UGS after a sixth of its steps, at the rate of the whole run: many edges are undecided
+    there."""
+    whole = UGSSettings(way, lam, **options)
+    early = {"steps": max(1, whole.steps // 6), "lr": learning_rate(whole, SLOWER)}
+    circuit = ugs(masked, task, way, lam=lam, seed=seed, **{**options, **early})
+    return torch.tensor(circuit.history["theta"])
 
 
 def other_rules(
@@ -646,23 +661,17 @@ def option_claims(tried: pd.DataFrame, task: Task) -> list[Claim]:
 # ---- spoofing by resample ablation
 
 
-def spoofing(
-    masked: MaskedModel,
-    tasks: Iterable[Task],
-    lam: Sequence[float],
-    options: Options,
-    gap_options: Mapping[str, Any],
-    seeds: Sequence[int] = (0,),
-) -> pd.DataFrame:
+def spoofing(masked: MaskedModel, studies: Mapping[Task, Study], seed: int = 0) -> pd.DataFrame:
     """Δ of UGS circuits under resample over that under CF at equal size, for each task, beside
     GPT-2-small's."""
+    sides = (("ugs", "resample"), ("ugs", "counterfactual"))
     rows = []
-    for task in tasks:
-        both = ["counterfactual", "resample"]
-        table = sweep(masked, task, ["ugs"], both, {"lam": lam}, seeds, options, gap_options)
-        sides = (("ugs", "resample"), ("ugs", "counterfactual"))
-        found = compare(table, *sides)
-        row = {"task": short_name(task), **found._asdict()}
+    for task, plan in studies.items():
+        grid = plan.grid(masked.graph, task)
+        grid = {side: grid[side] for side in sides}
+        both = [way for _, way in sides]
+        table = sweep(masked, task, ["ugs"], both, grid, [seed], plan.options, plan.gap_options)
+        row = {"task": short_name(task), **compare(table, *sides)._asdict()}
         rows.append(row | {"paper": ratio(paper_front(task), *sides)})
     return pd.DataFrame(rows).set_index("task").rename(columns={"value": "ratio"})
 

@@ -588,7 +588,8 @@ def against_random(
         items = []
         for row in table.itertuples():
             items.append((row.ablation, "found", list(row.edges), row.method))
-            for circuit in random_circuits(masked, row.n_edges, n, tolerance, seed):
+            own_seed = seed + 1000 * int(row.seed)
+            for circuit in random_circuits(masked, row.n_edges, n, tolerance, own_seed):
                 edges = circuit.mask.nonzero()[:, 0].tolist()
                 items.append((row.ablation, "random", edges, "random"))
         one = partial(_gap_of_one, task=task, gap_options=gap_options)
