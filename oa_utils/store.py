@@ -38,6 +38,7 @@ FORMAT = "oa-run-2"
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 PACKAGES = ("torch", "transformers", "transformer_lens", "numpy")
 PARTS = ("search_", "circuit_gaps", "facts")  # runs whose numbers stand in other runs' tables
+USED = "used"  # folder of lists: which results each notebook stands on
 DEEPEST = 50  # levels of nesting that a file of ours never has
 SNAPSHOT_SECONDS = 20
 STALE_SECONDS = {".*.tmp": 3600, "*.snapshot": 60 * 24 * 3600}  # left by whom nobody goes on for
@@ -480,6 +481,7 @@ def run(
     try:
         if stored := load(path, identity, model.budget):
             path.with_suffix(".snapshot").unlink(missing_ok=True)  # of a process killed at its end
+            note_use(path)
             return stored
     except BadFile as error:
         warnings.warn(f"{error}: computing it again", stacklevel=2)
@@ -495,6 +497,7 @@ def run(
         "seconds": snapshots.seconds(),
         "identity": identity,
     }
+    note_use(path)
     return _keep(path, record, numbers, tensors, model.budget)
 
 
@@ -628,29 +631,46 @@ def results(model_name: str, experiment: str, mixed: bool = False) -> pd.DataFra
     return pd.DataFrame(rows)
 
 
-def publish(model_name: str) -> list[Path]:
-    """Copies a model's finished tables to `data/results`, never those of a test; tensors and parts
-    of other tables stay in the store.
+def note_use(path: Path) -> None:
+    """Tells whoever runs a notebook (a line in the file `OA_USED`) which results it stands on."""
+    if used := os.environ.get("OA_USED"):
+        with open(used, "a") as file:
+            file.write("/".join(path.parts[-3:]) + "\n")
 
-    Of each experiment that is copied, published files that the store no longer has are removed;
-    claims are kept, since each notebook writes its own file of them.
+
+def publish(model_name: str) -> list[Path]:
+    """Copies the tables that a model's notebooks stand on to `data/results`; tensors and parts of
+    other tables stay in the store.
+
+    Only what `make notebooks` ran to the end counts, so no cut run and no test gets in. Published
+    files that no notebook stands on any more are removed.
     """
-    source = folder("default") / slug(model_name)
+    lists = sorted((folder("default") / slug(model_name) / USED).glob("*.txt"))
+    if not lists:
+        raise FileNotFoundError(
+            f"no notebook was run to the end on '{model_name}' with this store: "
+            f"`make notebooks MODEL={model_name}` first"
+        )
+    place = published() / slug(model_name)
     copied = []
-    for path in sorted(source.glob("*/*.json")):
-        if path.parent.name.startswith(PARTS):
-            continue
-        try:
-            record = read_record(path)
-        except BadFile as error:
-            warnings.warn(f"{error}: not published", stacklevel=2)
-            continue
-        if record["budget"] != "test" and any(table_rows(record["numbers"])):
-            target = published() / slug(model_name) / path.relative_to(source)
-            write_bytes(target, path.read_bytes())
-            copied.append(target)
-    for place in {target.parent for target in copied}:
-        for old in place.glob("*.json"):
-            if place.name != "claims" and not (source / place.name / old.name).exists():
-                old.unlink()
-    return copied
+    for used in lists:
+        names = []
+        for name in sorted(set(used.read_text().split())):
+            source = folder("default") / name
+            if source.parent.name.startswith(PARTS):
+                continue
+            try:
+                record = read_record(source)
+            except BadFile as error:
+                warnings.warn(f"{error}: not published", stacklevel=2)
+                continue
+            if record["budget"] != "test" and any(table_rows(record["numbers"])):
+                names.append(name)
+                copied.append(published() / name)
+                write_bytes(copied[-1], read_bytes(source))
+        write_bytes(place / USED / used.name, "".join(f"{name}\n" for name in names).encode())
+    current = {name for used in place.glob(f"{USED}/*.txt") for name in used.read_text().split()}
+    for old in place.glob("*/*.json"):
+        if "/".join(old.parts[-3:]) not in current:
+            old.unlink()
+    return list(dict.fromkeys(copied))

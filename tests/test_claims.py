@@ -1,11 +1,13 @@
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import nbformat
 import numpy as np
@@ -51,7 +53,11 @@ def place(tmp_path, monkeypatch):
 
 
 def publish(*items, model=TINY, experiment=EXPERIMENT):
-    path = claims.record(items, model, experiment)
+    """Claims recorded by a notebook that ran to the end, and published."""
+    used = store.folder("default") / model.name / store.USED / f"{experiment}.txt"
+    store.write_bytes(used, b"")
+    with patch.dict(os.environ, {"OA_USED": str(used)}):
+        path = claims.record(items, model, experiment)
     store.publish(model.name)
     return path
 

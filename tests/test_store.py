@@ -3,6 +3,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -613,37 +614,68 @@ def other_model(name):
     return SimpleNamespace(name=name, fingerprint=name, budget="default")
 
 
-def test_publish_copies_finished_tables_but_no_tests_no_wrecks_no_parts_and_no_tensors(place):
+@pytest.fixture
+def listed(place, monkeypatch):
+    """What runs now is what a notebook stands on."""
+
+    def start(model=MODEL.name, notebook="01"):
+        used = place / "store" / store.slug(model) / store.USED / f"{notebook}.txt"
+        store.write_bytes(used, b"")
+        monkeypatch.setenv("OA_USED", str(used))
+
+    start()
+    return start
+
+
+def test_publish_copies_finished_tables_but_no_tests_no_wrecks_no_parts_and_no_tensors(
+    place, listed
+):
     table = run(Counter(tensors={"c": torch.ones(2)}), Settings(lam=1.0))
     store.run("curves", Settings(), lambda _: {"a": [1, 2]}, model=MODEL)
     store.run("search_ugs", Settings(), Counter(), model=MODEL)
     foreign(run(Counter(), Settings(lam=3.0)).path)
-    other = store.run("ex", Settings(), Counter(), model=other_model("other"))
     run(Counter(), Settings(lam=4.0), model=TESTED)
+    listed("other")
+    other = store.run("ex", Settings(), Counter(), model=other_model("other"))
     with pytest.warns(UserWarning, match=r"lam=3.0.*not published"):
         store.publish(MODEL.name)
     results = place / "repo" / "data" / "results"
-    assert {path.name for path in results.rglob("*") if path.is_file()} == {table.path.name}
+    assert {path.name for path in results.rglob("*.json")} == {table.path.name}
     store.publish("other")
     assert (results / "other" / "ex" / other.path.name).read_bytes() == other.path.read_bytes()
 
 
-def test_publishing_again_replaces_an_experiment_as_a_whole_and_leaves_the_others(place):
+def test_what_no_notebook_stands_on_is_not_published(listed, monkeypatch):
+    table = run(Counter(), Settings(lam=1.0))
+    monkeypatch.delenv("OA_USED")
+    run(Counter(), Settings(lam=2.0))  # a cut run by hand
+    assert [path.name for path in store.publish(MODEL.name)] == [table.path.name]
+    with pytest.raises(FileNotFoundError, match="no notebook was run to the end on 'nobody'"):
+        store.publish("nobody")
+
+
+def test_a_notebook_that_runs_anew_replaces_what_it_stood_on_and_leaves_the_others(place, listed):
     old = run(Counter(), Settings(lam=1.0))
+    listed(notebook="02")
     kept = store.run("kept", Settings(), Counter(), model=MODEL)
-    claims = store.run("claims", Settings(), Counter(), model=MODEL)
     store.publish(MODEL.name)
-    for result in (old, kept, claims):
-        result.path.unlink()
+    shutil.rmtree(place / "store")  # another machine, where only one notebook runs
+    listed()
     new = run(Counter(), Settings(lam=2.0))
-    more_claims = store.run("claims", Settings(lam=2.0), Counter(), model=MODEL)
     store.publish(MODEL.name)
     names = {path.name for path in (place / "repo" / "data" / "results").rglob("*.json")}
-    assert names == {r.path.name for r in (new, claims, more_claims)} | {kept.path.name}
-    assert not (store.published() / "org-tiny-model" / "ex" / old.path.name).exists()
+    assert names == {new.path.name, kept.path.name}
+    assert old.path.name not in names
 
 
-def test_results_are_one_table_of_rows_with_their_settings_and_inputs():
+def test_a_loaded_result_counts_as_much_as_a_computed_one(listed):
+    table = run(Counter())
+    listed(notebook="02")
+    run(Counter())
+    assert [path.name for path in store.publish(MODEL.name)] == [table.path.name]
+
+
+def test_results_are_one_table_of_rows_with_their_settings_and_inputs(listed):
     table = [{"layer": 0, "seed": 7, "gap": math.nan}, {"layer": 1, "seed": 8, "gap": 2.0}]
     run(Counter({"rows": table}), Settings(lam=1.0))
     newer = run(Counter({"rows": table}), Settings(lam=2.0), version=2, inputs={"kind": "mlp"})
@@ -659,7 +691,7 @@ def test_results_are_one_table_of_rows_with_their_settings_and_inputs():
     assert frame.gap.isna().tolist() == [True, False]
 
 
-def test_results_without_rows_are_one_row_a_file():
+def test_results_without_rows_are_one_row_a_file(listed):
     for lam in (1.0, 2.0):
         run(Counter({"gap": lam / 10, "curve": [1, 2]}), Settings(lam=lam))
     store.publish(MODEL.name)
@@ -668,7 +700,7 @@ def test_results_without_rows_are_one_row_a_file():
     assert "curve" not in frame
 
 
-def test_results_of_two_models_of_one_name_are_not_mixed_unawares():
+def test_results_of_two_models_of_one_name_are_not_mixed_unawares(listed):
     run(Counter())
     run(Counter(), model=SimpleNamespace(name=MODEL.name, fingerprint="m1", budget="default"))
     store.publish(MODEL.name)
@@ -677,14 +709,14 @@ def test_results_of_two_models_of_one_name_are_not_mixed_unawares():
     assert set(store.results(MODEL.name, "ex", mixed=True).fingerprint) == {"m0", "m1"}
 
 
-def test_missing_results_name_those_that_are_there():
+def test_missing_results_name_those_that_are_there(listed):
     run(Counter())
     store.publish(MODEL.name)
     with pytest.raises(FileNotFoundError, match="there are: org-tiny-model/ex"):
         store.results(MODEL.name, "nothing")
 
 
-def test_a_published_file_that_was_changed_is_refused():
+def test_a_published_file_that_was_changed_is_refused(listed):
     run(Counter())
     tamper(store.publish(MODEL.name)[0])
     with pytest.raises(store.BadFile, match="changed"):

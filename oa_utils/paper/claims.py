@@ -227,6 +227,7 @@ def record(claims: Sequence[Claim], model: Any, experiment: str, variant: str = 
         "numbers": {"rows": [asdict(claim) for claim in named]},
     }
     store.write_record(path, content, model.budget)
+    store.note_use(path)
     return path
 
 

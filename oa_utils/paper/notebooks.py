@@ -42,7 +42,8 @@ def name_of(model: str) -> str:
 def execute(
     path: Path, model: str, budget: str, environment: dict[str, str] | None = None
 ) -> NotebookNode:
-    """The notebook with the outputs of a run in a kernel of its own; the file stays as it is."""
+    """The notebook with the outputs of a run in a kernel of its own; the file stays as it is. What
+    it stands on is listed in the store, see `store.publish`."""
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     for cell in notebook.cells:
@@ -65,6 +66,10 @@ def execute(
         extra_arguments=["--log-level=40"],
         record_timing=False,
     )
+    used = store.folder("default") / store.slug(name_of(model)) / store.USED / f"{path.stem}.new"
+    if budget != "test" and not environment:
+        store.write_bytes(used, b"")
+        variables["OA_USED"] = str(used.resolve())
     with tqdm(total=len(code), desc=path.stem, unit="cell", leave=False, disable=None) as bar:
         client.on_cell_executed = lambda **_: bar.update()
         try:
@@ -74,6 +79,8 @@ def execute(
             store.write_bytes(failed, nbformat.writes(notebook).encode())
             message = f"{path.stem} failed, see {failed}\n{error.ename}: {error.evalue}"
             raise NotebookFailed(message) from None
+    if used.exists():
+        used.rename(used.with_suffix(".txt"))
     notebook.metadata.pop("widgets", None)
     notebook.metadata.get("language_info", {}).pop("version", None)
     return notebook
