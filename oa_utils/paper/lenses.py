@@ -287,7 +287,7 @@ def largest_ratio(x: Series, y: Series) -> float:
 
 
 def with_interval(
-    statistic: Callable[..., float], samples: Sequence[Float[np.ndarray, "seed n layer"]], n: int
+    statistic: Callable[..., float], samples: Sequence[Float[np.ndarray, "_ n layer"]], n: int
 ) -> tuple[float, float, float]:
     """A statistic of lenses' mean losses by layer, mean over seeds, with its 95 % interval.
 
