@@ -409,3 +409,42 @@ def test_a_lens_of_the_wrong_shape_is_refused(tmp_path, gpt2):
     store.write_sealed(path, {**head, "kind": "tuned"}, tensors)
     with pytest.raises(ValueError):
         lenses.load(path, gpt2).log_probs(gpt2.embed(tokens_of(gpt2, 1))[0], 1)
+
+
+# ---- two writers, and what is left behind
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_processes_that_finish_the_same_run_leave_one_usable_result(killed, monkeypatch):
+    """They differ by rounding; the slower one may be killed between its two files."""
+
+    def other(_):
+        return {"gap": 0.25}, {"c": torch.zeros(2)}
+
+    def slower(_):
+        first = store.run("ex", None, other, model=MODEL)
+        assert first.numbers == {"gap": 0.25}
+        if killed:
+            monkeypatch.setattr(store, "write_record", full)
+        return {"gap": 0.5}, {"c": torch.ones(2)}
+
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(store.time, "sleep", lambda _: None)
+    computed = store.run("ex", None, slower, model=MODEL)
+    assert computed.numbers == {"gap": 0.5} and computed.tensors["c"].tolist() == [1, 1]
+    stored = store.run("ex", None, lambda _: pytest.fail("computed again"), model=MODEL)
+    gap, c = (0.25, [0, 0]) if killed else (0.5, [1, 1])
+    assert stored.numbers == {"gap": gap} and stored.tensors["c"].tolist() == c
+
+
+def test_what_nobody_goes_on_with_is_removed_in_time(tmp_path):
+    ages = {".x.tmp": 7200, ".y.tmp": 60, "x.snapshot": 100 * 86400, "y.snapshot": 86400}
+    for name, age in ages.items():
+        (tmp_path / name).touch()
+        then = store.time.time() - age
+        os.utime(tmp_path / name, (then, then))
+    store.write_bytes(tmp_path / "z", b"")
+    assert {path.name for path in tmp_path.iterdir()} == {".y.tmp", "y.snapshot", "z"}
