@@ -351,7 +351,9 @@ def _choose(label: str, given: Sequence[str], there: Sequence[str]) -> None:
         raise ValueError(f"{label} {unknown[0]!r}: it is one of {', '.join(there)}")
 
 
-def _sites(model: Model, components: Sequence[str | Subspace] | None) -> list[Site]:
+def _sites(
+    model: Model, components: Sequence[str | Subspace] | str | Subspace | None
+) -> list[Site]:
     names = all_components(model) if components is None else _listed(components)
     sites = [find(name, model) for name in names]
     if not sites or len({site.name for site in sites}) < len(sites):

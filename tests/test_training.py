@@ -115,3 +115,30 @@ def test_killed_and_resumed_training_ends_bit_by_bit_the_same(tmp_path, monkeypa
     assert resumed.starts == whole.starts
     for one, other in zip(resumed.constants, whole.constants, strict=True):
         assert torch.equal(one, other)
+
+
+def test_resumed_training_remembers_how_good_its_best_was(tmp_path, monkeypatch):
+    """Steps so large that every look is worse than the start: killed behind the first look, it must
+    not take a later one for the best."""
+    values, losses = toy()
+    mean = values.mean(0)[None]
+    starts = [[mean, mean]]
+    settings = Settings(steps=12, look_every=3, lr=50.0, tol=0.0)
+    whole = fit(starts, [1.0, 1.0], losses, N, settings)
+    assert all(torch.equal(constant, mean) for constant in whole.constants), "no look was better"
+    monkeypatch.setattr(Snapshots, "due", lambda self: True)
+    steps = []
+
+    def killed(constants, which, rows):
+        steps.extend([] if rows is None else [1])
+        if len(steps) == 5:
+            raise KeyboardInterrupt
+        return losses(constants, which, rows)
+
+    path = tmp_path / "state"
+    with pytest.raises(KeyboardInterrupt):
+        fit(starts, [1.0, 1.0], killed, N, settings, Snapshots(path, "identity"))
+    resumed = fit(starts, [1.0, 1.0], losses, N, settings, Snapshots(path, "identity"))
+    for one, other in zip(resumed.constants, whole.constants, strict=True):
+        assert torch.equal(one, other)
+    assert resumed.curves == whole.curves
