@@ -11,8 +11,8 @@ Three choices make the circuit a fact about the weights and no matter of opinion
   before gets its pattern from biases, so no edge carries a pattern that is the same for all
   prompts, and every edge of the circuit carries something about the prompt.
 
-All other heads and MLPs are idle: they read everything by random weights and write into `junk`, which
-no part of the program reads, and with `noise` also a little into everything.
+All other heads and MLPs are idle: they read everything by random weights and write into `junk`,
+which no part of the program reads, and with `noise` also a little into everything.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import scipy.stats
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -53,7 +54,7 @@ FAST = range(6)  # rotary pairs by which a head can tell neighbouring positions 
 SLOW = [*range(8, 16), *range(24, 32)]  # dimensions of a head that hardly turn in a short prompt
 CONSTANT = SLOW[len(LETTERS)]  # one of them, for what is matched by a bias
 EPSILON = 1e6
-SHARP = 9.0  # nats by which attention prefers what it looks for
+SHARP = 6.0  # nats by which attention prefers what it looks for
 LOGIT = 6.0  # of the answer, over all other letters
 
 
@@ -70,6 +71,30 @@ class Known:
     def n_edges(self) -> int:
         """Of the smallest circuit."""
         return min(circuit.n_edges for circuit in self.circuits)
+
+    def agreement(self, circuit: Circuit) -> dict[str, float]:
+        """Precision, recall and F1 of a circuit's edges against the true circuit nearest to it."""
+        return max((_agreement(circuit, true) for true in self.circuits), key=lambda row: row["f1"])
+
+    def auroc(self, scores: Float[Tensor, " n_edges"]) -> float:
+        """How likely an edge of the true circuit scores higher than another one (ties count half),
+        for the true circuit that does best."""
+        ranks = torch.from_numpy(scipy.stats.rankdata(scores.double().numpy()))
+        areas = []
+        for mask in (circuit.mask for circuit in self.circuits):
+            n = int(mask.sum())
+            wins = ranks[mask].sum().item() - n * (n + 1) / 2
+            areas.append(wins / (n * (len(mask) - n)))
+        return max(areas)
+
+
+def _agreement(found: Circuit, true: Circuit) -> dict[str, float]:
+    both = int((found.mask & true.mask).sum())
+    return {
+        "precision": both / max(found.n_edges, 1),
+        "recall": both / true.n_edges,
+        "f1": 2 * both / (found.n_edges + true.n_edges),
+    }
 
 
 # ---- writing weights
@@ -202,7 +227,7 @@ def match(
 
 
 def find(own: dict[str, Tensor], key: Float[Tensor, "1 d"]) -> None:
-    """A head looks where the key's feature is 1, wherever it is itself."""
+    """A head looks where the key's feature is largest, wherever it is itself."""
     size = math.sqrt(SHARP * math.sqrt(D_HEAD))
     own["q_bias"][CONSTANT] = size
     own["k"][CONSTANT] = size * key[0]
@@ -250,8 +275,8 @@ def duplicate(weights: Weights, with_decoy: bool = False) -> Written:
     """Say the letter that occurs twice.
 
     A head looks for its own letter and for BOS: its attention rests on BOS by a half where the
-    letter is new, by a third where it was there before. An MLP makes that 0 or 1, and a later head
-    looks where it is 1.
+    letter is new, by a third where it was there before. An MLP turns and widens the difference, and
+    a later head looks where it is largest.
     """
     features = weights.features
     early, late = weights.layers(2)
@@ -259,9 +284,9 @@ def duplicate(weights: Weights, with_decoy: bool = False) -> Written:
     match(own, features["letter"], features["letter"])
     find(own, features["bos"])
     detector, mlp = weights.mlp(early)
-    threshold = (1 / 2 + 1 / 3) / 2
-    mlp.gate_proj.weight[0] = -features["alone"][0] / (threshold - 1 / 3)
-    mlp.gate_proj.bias[0] = threshold / (threshold - 1 / 3)
+    steepness = 1 / (1 / 2 - 1 / 3)
+    mlp.gate_proj.weight[0] = -steepness * features["alone"][0]
+    mlp.gate_proj.bias[0] = steepness
     mlp.down_proj.weight[:, 0] = features["repeated"][0]
     mover, own = weights.head(late, "letter", "answer")
     find(own, features["repeated"])
@@ -283,7 +308,7 @@ def _decoy(weights: Weights, layer: int, detector: str, mlp: Any) -> list[Edge]:
     head, own = weights.head(layer, "sign", "decoy")
     look_back(own, 0)
     sign = weights.features["decoy"][0]
-    mark = 1.5 * weights.features["repeated"][0]
+    mark = 4.5 * weights.features["repeated"][0]
     for unit, side in ((1, sign), (2, -sign)):
         mlp.gate_proj.weight[unit] = side
         mlp.down_proj.weight[:, unit] = mark
@@ -366,7 +391,7 @@ def known(
     name: str,
     n_layers: int = 3,
     n_heads: int = 4,
-    noise: float = 0.02,
+    noise: float = 0.005,
     n: int = 128,
     seed: int = 0,
     budget: str | None = None,
@@ -380,7 +405,7 @@ def known(
     program, make = PROGRAMS[name]
     weights = Weights(n_layers, n_heads, noise, seed)
     circuits, decoys = program(weights)
-    model = wrap(weights.hf, name=f"known-{name}", budget=budget)
+    model = wrap(weights.hf, name="known", budget=budget)
     return Known(
         model,
         make_task(model, make, name, n, seed),
