@@ -52,23 +52,31 @@ def steps(model, batch: int, repeats: int) -> float:
 
     data = lenses.read(model, random_tokens(batch, 8))
     spent = {"tuned": [], "oca": []}
-    trainers = {kind: lenses.TRAINERS[kind](model, data, lenses.LensSettings()) for kind in spent}
+    trainers = {kind: lenses.TRAINERS[kind](model, data) for kind in spent}
+    raws = {kind: first_raw(trainer) for kind, trainer in trainers.items()}
 
-    def step(trainer, optimiser) -> None:
-        trainer.losses(data.resid, range(model.n_layers), train=True)
+    def step(trainer, raw, optimiser) -> None:
+        trainer.losses(raw, data.resid, range(model.n_layers), train=True)
         optimiser.step()
 
     for _ in range(repeats + 1):
         for kind, trainer in trainers.items():
-            optimiser = torch.optim.Adam(trainer.raw.values())
-            spent[kind].append(seconds(partial(step, trainer, optimiser)))
+            optimiser = torch.optim.Adam(raws[kind].values())
+            spent[kind].append(seconds(partial(step, trainer, raws[kind], optimiser)))
     tuned = statistics.median(spent["tuned"][1:])
     oca = statistics.median(spent["oca"][1:])
     print(f"{batch} contexts, {model.n_layers} layers: tuned {tuned:.2f} s, OCA {oca:.2f} s")
     return oca / tuned
 
 
-def our_step(model, tokens: torch.Tensor, trainer, optimiser) -> None:
+def first_raw(trainer) -> dict[str, torch.Tensor]:
+    from oa_utils import lenses
+
+    start = next(iter(trainer.starts(lenses.LensSettings()).values()))
+    return {name: value.requires_grad_() for name, value in start.items()}
+
+
+def our_step(model, tokens: torch.Tensor, trainer, raw, optimiser) -> None:
     """Forward, all positions of all contexts as rows, one step of the tuned lens."""
     from einops import rearrange
 
@@ -80,7 +88,7 @@ def our_step(model, tokens: torch.Tensor, trainer, optimiser) -> None:
     resid = torch.stack([*kept["resid"].values(), end])
     optimiser.zero_grad()
     rows = rearrange(resid, "layer b pos d -> layer (b pos) d")
-    trainer.losses(rows, range(model.n_layers), train=True)
+    trainer.losses(raw, rows, range(model.n_layers), train=True)
     optimiser.step()
 
 
@@ -135,9 +143,10 @@ def against_peer(python: str, batch: int, length: int, repeats: int) -> float | 
 
     model = models.wrap(random_gpt2(), device="cpu")
     tokens = random_tokens(batch, length)
-    trainer = lenses.TRAINERS["tuned"](model, lenses.read(model, tokens), lenses.LensSettings())
-    optimiser = torch.optim.Adam(trainer.raw.values(), lr=1e-3)
-    step = partial(our_step, model, tokens, trainer, optimiser)
+    trainer = lenses.LinearTrainer(model, lenses.read(model, tokens))
+    raw = first_raw(trainer)
+    optimiser = torch.optim.Adam(raw.values(), lr=1e-3)
+    step = partial(our_step, model, tokens, trainer, raw, optimiser)
     ours = statistics.median([seconds(step) for _ in range(repeats + 1)][1:])
     options = ["--repeats", str(repeats), "--threads", str(torch.get_num_threads())]
     asked = [python, __file__, "--time-peer", *options]
