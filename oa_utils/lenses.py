@@ -465,7 +465,8 @@ class OCATrainer(Trainer):
         self.mlp_passes = model.n_layers * (model.n_layers + 1) // 2
 
     def lr(self, settings: LensSettings) -> float:
-        return 0.3
+        """The constants of all later blocks step together: the more of them, the shorter."""
+        return min(0.3, 1.8 / self.model.n_layers)
 
     def starts(self, settings: LensSettings) -> dict[str, dict[str, Tensor]]:
         n = self.model.n_layers

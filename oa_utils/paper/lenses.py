@@ -100,7 +100,6 @@ class Study:
     steps: int = 500
     batch: int = 256  # readings in a step
     oca_batch: int = 256
-    oca_lr: float = 0.3
     oca_positions: int = 1  # of each train context that OCA reads
     seeds: int = 3  # trainings of the main lenses, each on train contexts of its own
     seed: int = 0
@@ -128,7 +127,6 @@ def default(model: Model, seed: int = 0) -> Study:
         steps=choose(test=20, small=500, default=120, paper=30_000),
         batch=choose(test=64, small=256, default=256, paper=256),
         oca_batch=choose(test=64, small=256, default=64, paper=200),
-        oca_lr=choose(test=0.3, small=0.3, default=0.1, paper=0.1),
         oca_positions=choose(test=1, small=1, default=12, paper=8),
         seeds=choose(test=2, small=3, default=1, paper=3),
         seed=seed,
@@ -175,7 +173,6 @@ def train(model: Model, study: Study, names: Sequence[str] = KINDS) -> Trained:
                 of=trained["oca"] if kind == "linear" else None,
                 steps=study.steps,
                 batch=study.oca_batch if oca else study.batch,
-                lr=study.oca_lr if oca else 0.0,
                 look_every=max(1, study.steps // 12),
                 start=start,
                 seed=seed,
