@@ -38,6 +38,7 @@ NOTEBOOKS = {
     "lens_faithfulness": "07_lens_faithfulness",
     "elicitation": "08_elicitation",
     "beyond_constants": "09_beyond_constants",
+    "ground_truth": "10_ground_truth_circuits",
     "own_task": "11_your_own_task",
 }
 Number = float | np.number | None
