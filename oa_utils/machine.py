@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,22 +57,22 @@ def micro_batch(n: int, bytes_per_item: float, limit_bytes: float = MEMORY) -> i
     return max(1, min(n, int(limit_bytes // bytes_per_item)))
 
 
-def in_spans(n: int, size: int, compute: Callable[[slice], Value]) -> list[Value]:
+def in_spans(n: int, size: int, compute: Callable[[slice], Value]) -> Iterator[Value]:
     """compute(span) of n items, at most `size` at once; where memory is refused, of the two halves
     of that span. So `compute` hands back what it found and adds to nothing (gradients:
     `torch.autograd.grad`)."""
     waiting = [slice(i, min(i + size, n)) for i in range(0, n, size)]
-    results = []
     while waiting:
         span = waiting.pop(0)
         try:
-            results.append(compute(span))
+            found = compute(span)
         except (MemoryError, RuntimeError) as error:
             middle = (span.start + span.stop) // 2
             if middle == span.start or not is_out_of_memory(error):
                 raise
             waiting[:0] = [slice(span.start, middle), slice(middle, span.stop)]
-    return results
+        else:
+            yield found
 
 
 def is_out_of_memory(error: Exception) -> bool:

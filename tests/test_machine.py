@@ -10,6 +10,7 @@ import joblib
 import pytest
 import torch
 from conftest import tokens_of
+from toys import dense_model, make_task
 
 from oa_utils import machine, store
 
@@ -104,22 +105,46 @@ def test_where_memory_is_refused_spans_are_halved_and_numbers_stay(gpt2):
         loss = -logp[:, 5].sum() / len(tokens)
         return loss.item(), torch.autograd.grad(loss, mask)[0]
 
-    loss, slope = machine.in_spans(13, 13, loss_and_slope)[0]
+    loss, slope = next(machine.in_spans(13, 13, loss_and_slope))
     for most in (12, 4, 1):
-        parts = machine.in_spans(13, 13, refusing(most, loss_and_slope))
+        parts = list(machine.in_spans(13, 13, refusing(most, loss_and_slope)))
         assert len(parts) >= 13 / most
         assert sum(part[0] for part in parts) == pytest.approx(loss, abs=1e-6)
         torch.testing.assert_close(sum(part[1] for part in parts), slope, atol=1e-6, rtol=0)
 
 
+def test_searches_and_gaps_stay_where_memory_is_refused(tmp_path, monkeypatch):
+    import oa_utils as oa
+
+    masked = dense_model()
+    task = make_task(masked.model, n=16)
+    call = type(masked).__call__
+
+    def limited(self, tokens, *rest, **options):
+        if len(tokens) > 5:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return call(self, tokens, *rest, **options)
+
+    found = []
+    for memory in ("much", "little"):
+        monkeypatch.setenv("OA_STORE", str(tmp_path / memory))
+        if memory == "little":
+            monkeypatch.setattr(type(masked), "__call__", limited)
+        circuit = oa.ugs(masked, task, "optimal", lam=1e-2, steps=2, prompts=3, masks=4)
+        gap = oa.gap(masked, task, circuit, "optimal", steps=3)
+        by_acdc = oa.acdc(masked, task, lam=1e-2, prompts=8).history["loss"]
+        found.append(torch.tensor([*circuit.history["loss"], float(gap), *by_acdc]))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=0)
+
+
 def test_spans_cover_everything_in_order_and_other_errors_pass():
     seen = []
-    machine.in_spans(10, 4, refusing(3, seen.append))
+    list(machine.in_spans(10, 4, refusing(3, seen.append)))
     assert [i for span in seen for i in range(10)[span]] == list(range(10))
     with pytest.raises(RuntimeError, match="can't allocate"):
-        machine.in_spans(3, 3, refusing(0, seen.append))
+        list(machine.in_spans(3, 3, refusing(0, seen.append)))
     with pytest.raises(RuntimeError, match="^else$"):
-        machine.in_spans(3, 3, lambda span: (_ for _ in ()).throw(RuntimeError("else")))
+        list(machine.in_spans(3, 3, lambda span: (_ for _ in ()).throw(RuntimeError("else"))))
 
 
 def test_little_memory_means_fewer_workers_not_other_passes(tmp_path, monkeypatch):

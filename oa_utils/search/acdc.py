@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from einops import repeat
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from oa_utils import machine, stats
@@ -21,11 +21,11 @@ from oa_utils.fills import edge_fill, find_ablation
 from oa_utils.masked import MaskedModel
 from oa_utils.search.shared import (
     Method,
+    at_once,
     batch_of,
     check_price,
     check_search,
     kept_edges,
-    spans,
     stored_circuit,
     whole,
 )
@@ -83,8 +83,8 @@ class Backwards:
         each = masks.float()
         if len(masks) > 1:
             each = repeat(each, "k edge -> (k n) edge", n=n)
-        gaps = []
-        for span in spans(self.masked, len(which), self.tokens.shape[1]):
+
+        def gaps(span: slice) -> Float[Tensor, " b"]:
             at = which[span]
             logp = self.masked(
                 self.tokens[at],
@@ -95,8 +95,11 @@ class Backwards:
                 start=start,
                 clean=self.clean.rows(at) if start else None,
             )
-            gaps.append(stats.kl(self.full[at], logp))
-        return torch.cat(gaps).unflatten(0, (len(masks), n)).mean(1).tolist()
+            return stats.kl(self.full[at], logp)
+
+        size = at_once(self.masked, len(which), self.tokens.shape[1])
+        found = list(machine.in_spans(len(which), size, gaps))
+        return torch.cat(found).unflatten(0, (len(masks), n)).mean(1).tolist()
 
     def chain(
         self, mask: Bool[Tensor, " n_edges"], units: list[Tensor], current: float, k: int

@@ -28,11 +28,12 @@ from oa_utils.models import Model
 from oa_utils.search.shared import (
     EVALUATION_BATCH,
     Method,
+    add_gradients,
+    at_once,
     batch_of,
     check_search,
     edge_mask,
     scaled_rate,
-    spans,
     whole,
 )
 from oa_utils.store import Snapshots, at_least, frozen, with_settings
@@ -128,14 +129,15 @@ def measure(
     metric: str = "kl",
 ) -> Float[Tensor, " n"]:
     """KL(full ‖ masked) of each prompt under one mask, taken as it is; or another metric."""
-    gaps = []
-    for span in spans(masked, len(part), part.tokens.shape[1], EVALUATION_BATCH):
+
+    def distance(span: slice) -> Float[Tensor, " b"]:
         rows = torch.arange(len(part))[span]
         logp = masked(*batch_of(part, rows), mask.float()[None], fill(rows), skip_dead=True)
         prompts = part[rows]
-        value = metrics.distance(metric, full[span], logp, prompts.right, prompts.wrong)
-        gaps.append(value.cpu())
-    return torch.cat(gaps)
+        return metrics.distance(metric, full[span], logp, prompts.right, prompts.wrong).cpu()
+
+    size = min(EVALUATION_BATCH, at_once(masked, len(part), part.tokens.shape[1]))
+    return torch.cat(list(machine.in_spans(len(part), size, distance)))
 
 
 def shuffled(n: int, batch: int, step: int, seed: int) -> Int[Tensor, " b"]:
@@ -218,11 +220,15 @@ class ConstantsTrainer:
         falling = 1 - 0.9 * self.step / settings.steps
         self.optimiser.param_groups[0]["lr"] = settings.rate * falling
         self.optimiser.zero_grad()
-        for span in spans(self.masked, len(rows), self.part.tokens.shape[1]):
+
+        def loss(span: slice) -> Float[Tensor, ""]:
             some = rows[span]
             tokens = batch_of(self.part, some)
             logp = self.masked(*tokens, self.mask.float()[None], self.constants, skip_dead=True)
-            (stats.kl(self.full[some], logp).sum() / len(rows)).backward()
+            return stats.kl(self.full[some], logp).sum() / len(rows)
+
+        size = at_once(self.masked, len(rows), self.part.tokens.shape[1])
+        add_gradients(len(rows), size, loss, self.constants)
         self.optimiser.step()
         self.step += 1
 

@@ -23,12 +23,13 @@ from oa_utils.fills import Constants, edge_constants, edge_fill, find_ablation
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.search.shared import (
+    add_gradients,
+    at_once,
     batch_of,
     check_price,
     check_search,
     kept_edges,
     scaled_rate,
-    spans,
     stored_circuit,
     whole,
 )
@@ -202,8 +203,8 @@ class Trainer:
         fill = self.constants if self.constants is not None else self.fill(rows, self.rng)
         which = repeat(torch.arange(len(rows)), "b -> (b mask)", mask=self.settings.masks)
         tokens, last = batch_of(self.part, rows)
-        total = 0.0
-        for span in spans(self.masked, len(which), tokens.shape[1]):
+
+        def loss(span: slice) -> Float[Tensor, ""]:
             at = which[span]
             logp = self.masked(
                 tokens[at],
@@ -213,10 +214,10 @@ class Trainer:
                 skip_dead=True,
                 constants_everywhere=self.settings.everywhere,
             )
-            loss = stats.kl(self.full[rows[at]], logp).sum() / len(which)
-            loss.backward()
-            total += loss.item()
-        return total
+            return stats.kl(self.full[rows[at]], logp).sum() / len(which)
+
+        size = at_once(self.masked, len(which), tokens.shape[1])
+        return add_gradients(len(which), size, loss, [leaf, *(self.constants or ())])
 
     def pruned(self, edges: Float[Tensor, "n n_edges"]) -> Float[Tensor, "n n_edges"]:
         """Masks without dangling edges; the filter carries no gradient."""

@@ -3,12 +3,12 @@ are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from oa_utils import machine, store
@@ -87,11 +87,35 @@ def batch_of(part: Task, rows: Int[Tensor, " b"]) -> tuple[Int[Tensor, "b pos"],
     return part.tokens[rows, : int(last.max()) + 1], last
 
 
+def at_once(masked: MaskedModel, n: int, length: int) -> int:
+    """How many of n examples fit into memory."""
+    return machine.micro_batch(n, masked.example_bytes(length))
+
+
 def spans(masked: MaskedModel, n: int, length: int, size: int | None = None) -> Iterator[slice]:
     """Slices of n examples that fit into memory, at most `size` long."""
-    fits = machine.micro_batch(n, masked.example_bytes(length))
+    fits = at_once(masked, n, length)
     step = fits if size is None else min(size, fits)
     return (slice(i, min(i + step, n)) for i in range(0, n, step))
+
+
+def add_gradients(
+    n: int, size: int, loss: Callable[[slice], Float[Tensor, ""]], inputs: Sequence[Tensor]
+) -> float:
+    """The sum of the losses of n examples, `size` at once, with its gradients added at the
+    inputs."""
+
+    def slope(span: slice) -> tuple[float, tuple[Tensor | None, ...]]:
+        value = loss(span)
+        return value.item(), torch.autograd.grad(value, inputs, allow_unused=True)
+
+    total = 0.0
+    for value, gradients in machine.in_spans(n, size, slope):
+        total += value
+        for to, gradient in zip(inputs, gradients, strict=True):
+            if gradient is not None:
+                to.grad = gradient if to.grad is None else to.grad.add_(gradient)
+    return total
 
 
 def as_circuit(
