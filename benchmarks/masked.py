@@ -130,9 +130,12 @@ def run(name: str, threads: int, repeats: int, clock: str, plain: bool, memory_o
         optimiser.step()
 
     if memory_only:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        before = pages * resource.getpagesize() / 1e9  # the model and the libraries
         for _ in range(3):
             step()
-        return {"gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        return {"gigabytes": peak, "net": peak - before}
     if against == "plain":
         hf = GPT2LMHeadModel(GPT2Config()).eval()
 
@@ -172,7 +175,8 @@ def main() -> None:
         return
     print(f"{options.threads} threads, median of {options.repeats}, {options.clock} clock")
     columns = (
-        f"{'edges':>6} {'base s':>7} {'own s':>7} {'ratio':>6} {'bar':>4} {'GB':>5} {'bar':>4}"
+        f"{'edges':>6} {'base s':>7} {'own s':>7} {'ratio':>6} {'bar':>4} {'GB':>5} {'bar':>4} "
+        f"{'net':>5}"
     )
     print(f"{'case':<52} {columns}")
     for name in options.cases:
@@ -187,7 +191,7 @@ def main() -> None:
         slow = "" if found["ratio"] <= bar else " !"
         large = "" if found["gigabytes"] < bar_memory else " !"
         times = f"{found['base']:7.3f} {found['own']:7.3f} {found['ratio']:6.2f} {bar:4.1f}{slow}"
-        memory = f"{found['gigabytes']:5.2f} {bar_memory:4.1f}{large}"
+        memory = f"{found['gigabytes']:5.2f} {bar_memory:4.1f}{large} {found['net']:5.2f}"
         print(f"{what:<52} {found['kept']:6.1%} {times} {memory}", flush=True)
 
 

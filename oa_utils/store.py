@@ -209,7 +209,13 @@ def versions() -> dict[str, str]:
 
 def write_record(path: Path, record: Numbers, budget: str | None = None) -> None:
     """One line a field, with the circumstances it was made under, sealed by a hash of everything in
-    it."""
+    it.
+
+    The number of threads is a circumstance, not part of a name: sums in another order move the last
+    digits. Measured once on tiny (IOI, 48 prompts), two threads for one: gaps of components moved
+    by at most 7e-6 nats, 0.5 % of a standard error; UGS of 12 steps kept the same edges under both
+    OA and CF, and their gaps moved by at most 6e-7.
+    """
     circumstances = {
         "format": FORMAT,
         "budget": machine.budget(budget),
