@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from jaxtyping import Float
@@ -97,7 +97,7 @@ class Circuit:
         union = int((self.mask | other.mask).sum())
         return int((self.mask & other.mask).sum()) / union if union else 1.0
 
-    def with_gap(self, gap: float) -> Circuit:
+    def with_gap(self, gap: SupportsFloat) -> Circuit:
         """The same circuit with its gap, so that a saved file tells it."""
         return replace(self, gap=float(gap))
 

@@ -58,7 +58,7 @@ STYLES = {  # name: (label, colour, marker, line)
     "eap_ig_masks": ("EAP-IG, masks, KL", BLACK, "h", (0, (1, 1))),
     "edge_pruning": ("Edge Pruning", PURPLE, "P", (0, (3, 1, 1, 1))),
     "random": ("random", GREY, ".", ":"),
-    "manual": ("manual", BLACK, "X", ""),
+    "manual": ("manual", "#000000", "X", ""),
     "oca": ("OCA lens", BLUE, "o", "-"),
     "tuned": ("tuned lens", RED, "s", "-."),
     "logit": ("logit lens", PURPLE, "P", (0, (3, 1, 1, 1))),

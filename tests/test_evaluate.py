@@ -175,7 +175,90 @@ def test_gap_refuses_other_models_and_unknown_ablations(planted, task):
         gap(planted, task, circuit_of(planted), "optimal", batch=0)
 
 
+def test_train_gap_stands_beside_test_gap_and_is_that_of_the_kept_constants(dense):
+    task = make_task(dense.model, 64)
+    circuit = half(dense)
+    delta = gap(dense, task, circuit, "optimal", **QUICK, look_prompts=20)
+    part = task.train[:20]
+    full = part.log_probs(dense.model)
+    each = evaluate.measure(dense, part, circuit.mask, lambda rows: delta.constants, full)
+    assert delta.train == pytest.approx(each.mean().item(), rel=1e-5)
+    assert delta.train == min(value for _, value in delta.curve)
+    assert gap(dense, task, circuit).train is None
+    assert circuit.with_gap(delta).gap == delta.mean
+
+
+def test_looks_can_be_named_by_their_steps(dense):
+    task = make_task(dense.model, 16)
+    delta = gap(dense, task, half(dense), "optimal", steps=9, look_every=[1, 2, 5])
+    assert [step for step, _ in delta.curve] == [0, 1, 2, 5, 9]
+
+
+def test_every_train_prompt_is_used_before_one_comes_again():
+    rows = torch.cat([evaluate.shuffled(10, 3, step, 0) for step in range(3)])
+    assert len(rows.unique()) == 9
+    again = torch.cat([evaluate.shuffled(10, 3, step, 0) for step in range(3, 6)])
+    assert len(again.unique()) == 9
+    assert not torch.equal(rows, again)
+    assert len(evaluate.shuffled(4, 8, 1, 0)) == 4
+
+
+def test_rate_of_constants_follows_the_number_of_steps():
+    rates = [evaluate.GapSettings(steps=steps).rate for steps in (100, 1000, 10_000, 20_000)]
+    assert rates == pytest.approx([0.05, 0.02, 0.002, 0.002])
+    assert evaluate.GapSettings(steps=100, lr=0.3).rate == 0.3
+
+
+@pytest.mark.parametrize("metric", ["label", "logit_diff"])
+def test_gap_by_answers_is_what_they_lose(dense, metric):
+    task = make_task(dense.model, 32)
+    circuit = half(dense)
+    delta = gap(dense, task, circuit, "mean", metric=metric)
+    part = task.test
+    fill = edge_fill(dense, task, ABLATIONS["mean"], "test")(torch.arange(len(part)))
+    lost = []
+    for mask in (torch.ones(1, len(dense.graph)), circuit.mask.float()[None]):
+        logp = dense(part.tokens, part.last, mask, fill)
+        score = logp.gather(1, part.right)[:, 0]
+        if metric == "logit_diff":
+            score = score - logp.gather(1, part.wrong)[:, 0]
+        lost.append(score)
+    torch.testing.assert_close(delta.each, lost[0] - lost[1], rtol=1e-3, atol=1e-4)
+    table = sweep(dense, task, ["eap"], ["mean"], {"n_edges": [30]}, metric=metric)
+    one = gap(dense, task, sweep_circuit(dense, table.iloc[0]), "mean", metric=metric)
+    assert table.gap[0] == one.mean
+    assert table["each"][0] == pytest.approx(one.each.tolist(), rel=1e-3)
+    unanswered = replace(task, right=torch.full_like(task.right, -1))
+    with pytest.raises(ValueError, match="needs right answers"):
+        gap(dense, unanswered, circuit, "mean", metric=metric)
+
+
+def test_constants_by_position_start_from_the_means_by_position(dense):
+    task = make_task(dense.model, 32)
+    delta = gap(dense, task, half(dense), "optimal", steps=0, family="position")
+    means = gap(dense, task, half(dense), "mean")
+    assert delta.mean == pytest.approx(means.mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("given", [{"steps": 2.5}, {"batch": True}, {"look_every": [0]}])
+def test_settings_that_are_no_whole_numbers_are_refused(given):
+    with pytest.raises((ValueError, TypeError)):
+        evaluate.GapSettings(**given)
+
+
 # ---- sweeps
+
+
+def test_seeds_of_a_sweep_can_differ_between_searches(planted, task):
+    seeds = {None: [0], ("acdc", "mean"): [0, 1]}
+    grid = {"lam": [0.01], "n_edges": [5]}
+    table = sweep(planted, task, ["acdc", "eap"], ["mean"], grid, seeds)
+    assert table.groupby("method").seed.agg(list).to_dict() == {"acdc": [0, 1], "eap": [0]}
+
+
+def test_every_search_of_the_folder_is_known():
+    known = {"ugs", "hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks", "edge_pruning"}
+    assert known <= set(evaluate.METHODS)
 
 
 def test_sweep_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
@@ -252,6 +335,7 @@ def test_sweep_refuses_before_the_first_circuit(planted, task, monkeypatch, word
     [
         (["edge_pruning"], {"n_edges": [5, 10**6]}, {}, "n_edges must be .* from 0 to"),
         (["eap"], {"n_edges": [5, -1]}, {}, "n_edges must be .* from 0 to"),
+        (["eap"], {"n_edges": [20.5]}, {}, "n_edges must be a whole number .* 20.5"),
         (["eap_ig"], {"n_edges": [5]}, {"eap_ig": {"path": "none"}}, "path is one of"),
         (["eap_ig"], {"n_edges": [5]}, {"eap_ig": {"pionts": 3}}, "pionts"),
     ],

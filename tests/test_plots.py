@@ -20,7 +20,8 @@ from oa_utils.graph import Graph
 TINY = SimpleNamespace(name="org/tiny", budget="default")
 TOGETHER = {
     "ablations": "zero mean resample cf_mean counterfactual optimal optimal_shared noise",
-    "methods": "ugs hcgs acdc eap eap_ig edge_pruning random manual",
+    "methods": "ugs hcgs acdc eap eap_ig eap_ig_masks edge_pruning manual",
+    "random circuits": "random counterfactual optimal mean resample",
     "lenses": "oca tuned tuned_random linear logit mean resample model",
     "tracing": "gnt oat model",
 }
