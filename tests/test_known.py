@@ -43,7 +43,7 @@ def test_the_true_circuit_is_the_model(name):
     ways = DECOY_SAFE if name == "decoy" else ("zero", "mean", "resample", "counterfactual")
     for way in ways:
         assert float(gap(masked, written.task, written.circuits[-1], way)) < 1e-4
-    training = {"steps": 300 if name == "decoy" else 10, "lr": 0.02, "batch": 16}
+    training = {"steps": 120 if name == "decoy" else 5, "lr": 0.02, "batch": 16}
     oa = gap(masked, written.task, written.circuits[-1], "optimal", **training)
     assert float(oa) < (0.1 if name == "decoy" else 1e-4)
 
@@ -56,7 +56,7 @@ def test_every_true_edge_is_needed(name):
         without = [other for other in true.edges if other != edge]
         circuit = Circuit.from_edges(written.model, without)
         assert float(gap(masked, written.task, circuit, "counterfactual")) > 0.3
-        few = {"steps": 20, "look_every": 20, "lr": 0.02, "batch": 32}
+        few = {"steps": 5, "lr": 0.02, "batch": 32}
         assert float(gap(masked, written.task, circuit, "optimal", **few)) > 0.3
 
 
