@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import scipy.stats
 import torch
 
 from oa_utils import machine, stats
@@ -24,7 +25,6 @@ from oa_utils.search.evaluate import METHODS
 WAYS = ("zero", "mean", "resample", "counterfactual", "optimal")
 SEARCHES = ("ugs", "hcgs", "edge_pruning", "acdc", "eap", "eap_ig")
 PLAIN = ("copy", "induction", "duplicate")
-RESAMPLES = 2000  # of the bootstrap
 
 
 class Hidden(NamedTuple):
@@ -166,18 +166,15 @@ def _cell(table: pd.DataFrame, value: str, way: str, method: str = "") -> pd.Ser
 
 
 def _claim(id: str, words: str, values: pd.Series, rule: str, log: bool = False) -> Claim:
-    """The mean over models (of logarithms: the geometric one) with its interval: models drawn anew,
-    all of a seed together, since a seed's models share their idle weights."""
-    numbers = np.log(values) if log else values
-    by_seed = numbers.groupby("seed").mean()
-
-    def mean(x: np.ndarray) -> float:
-        return float(np.exp(x.mean()) if log else x.mean())
-
-    measured = mean(by_seed.to_numpy())
-    low = high = None
+    """The mean over models (of logarithms: the geometric one) with its interval by Student's t over
+    seeds: models of a seed are no independent draws, since they share their idle weights."""
+    by_seed = (np.log(values) if log else values).groupby("seed").mean()
+    mean, error = stats.mean_se(by_seed)
+    ends: list[float | None] = [None, None]
     if len(by_seed) > 1:
-        low, high = stats.bootstrap(mean, by_seed.to_numpy(), n=RESAMPLES)
+        reach = error * scipy.stats.t.ppf(0.975, len(by_seed) - 1)
+        ends = [mean - reach, mean + reach]
+    measured, low, high = (np.exp(x) if log and x is not None else x for x in (mean, *ends))
     note = f"{len(values)} models of {len(by_seed)} seeds"
     return Claim(
         id,
