@@ -19,7 +19,7 @@ from oa_utils import store
 
 def a_search():
     masked = dense_model()
-    oa.ugs(masked, make_task(masked.model), "optimal", lam=1e-2, steps=12, prompts=3, masks=4)
+    oa.ugs(masked, make_task(masked.model), "optimal", lam=1e-2, steps=130, prompts=1, masks=2)
 
 
 def acdc():

@@ -16,7 +16,15 @@ from oa_utils import machine, models, store
 from oa_utils.circuits import Circuit
 from oa_utils.graph import Edge, Graph
 from oa_utils.search.hcgs import hard_concrete, nonzero
-from oa_utils.search.ugs import draw, inside, normalise, window
+from oa_utils.search.ugs import (
+    SLOWER,
+    UGSSettings,
+    Uniform,
+    draw,
+    inside,
+    normalise,
+    window,
+)
 
 graphs = st.builds(Graph, st.integers(1, 4), st.integers(1, 4))
 seeds = st.integers(0, 2**32 - 1)
@@ -151,7 +159,7 @@ def test_a_batch_of_masks_is_each_mask_by_itself(seed, share):
 # ---- samplers
 
 
-@given(st.lists(open_shares, min_size=1, max_size=5), st.floats(0.05, 2))
+@given(st.lists(open_shares, min_size=1, max_size=5), st.floats(0.05, 8))
 @quick
 def test_uniform_draws_have_their_mean_and_their_window(thetas, factor):
     theta = torch.tensor(thetas, dtype=torch.float64, requires_grad=True)
@@ -166,6 +174,16 @@ def test_uniform_draws_have_their_mean_and_their_window(thetas, factor):
     in_window = inside(alpha).sum(0) > 0
     torch.testing.assert_close(slope, in_window.double())
     torch.testing.assert_close(normal, alpha)
+
+
+def test_ugs_takes_the_authors_rates_and_memory():
+    def group(**options):
+        return Uniform(Graph(2, 2), UGSSettings(steps=6000, **options)).groups()[0]
+
+    rates = [group(ablation=name, lam=1e-3)["lr"] for name in ("optimal", *SLOWER)]
+    assert rates == [0.05, *(0.05 / slower for slower in SLOWER.values())]
+    assert len(set(rates)) > 1
+    assert group()["betas"] == (0.9, 0.995)
 
 
 @given(st.floats(-5, 5), st.floats(0.1, 2))
