@@ -195,6 +195,17 @@ def test_a_claim_that_rests_on_one_seed_says_so():
     assert frame.note.tolist() == ["one seed", ""]
 
 
+def test_a_ratio_of_means_has_an_interval_over_prompts_drawn_together():
+    rng = np.random.default_rng(0)
+    one = rng.uniform(1, 2, 400)
+    claim = claims.ratio_claim("c", "half", [one, 3 * one], [2 * one, 6 * one], "< 0.6", note="n")
+    assert (claim.measured, claim.low, claim.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert claim.holds is True
+    apart = claims.ratio_claim("c", "half", [one], [2 * rng.uniform(1, 2, 400)], "< 0.5")
+    assert apart.low < 0.5 < apart.high
+    assert apart.holds is None
+
+
 # ---- runs that are not the committed one
 
 

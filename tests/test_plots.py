@@ -23,6 +23,9 @@ TOGETHER = {
     "methods": "ugs hcgs acdc eap eap_ig eap_ig_masks edge_pruning manual",
     "random circuits": "random counterfactual optimal mean resample",
     "lenses": "oca tuned tuned_random linear logit mean resample model",
+    "starts of lenses": "oca tuned tuned_identity tuned_random",
+    "positions of lenses": "oca tuned tuned_last oca_several",
+    "positions of lenses, paper": "oca tuned tuned_last oca_last",
     "tracing": "gnt oat model",
 }
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from oa_utils import machine, plots, store
+from oa_utils import machine, plots, stats, store
 from oa_utils.tasks import Task
 
 # Who records what: the name under which claims are stored, and the notebook that measures them.
@@ -179,6 +179,26 @@ def discuss(claims: Iterable[Claim], whys: dict[str, str]) -> str:
     if not lines:
         return "Every claim holds."
     return "\n".join(["What may be behind it (not tested here):", "", *lines])
+
+
+def ratio_claim(
+    id: str,
+    paper: str,
+    above: Sequence[stats.Sample],
+    below: Sequence[stats.Sample],
+    rule: str,
+    seed: int = 0,
+    **more: Any,
+) -> Claim:
+    """Mean of one list of samples over that of another, all of the same prompts; the interval is
+    over prompts, drawn for all of them together."""
+    top, bottom = (np.stack([stats.array(x) for x in side], 1) for side in (above, below))
+
+    def ratio(top: np.ndarray, bottom: np.ndarray) -> float:
+        return float(top.mean() / bottom.mean())
+
+    low, high = stats.bootstrap(ratio, top, bottom, seed=seed)
+    return Claim(id, paper, None, ratio(top, bottom), low, high, rule, **more)
 
 
 # ---- stored and published
