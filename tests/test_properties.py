@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from toys import LENGTH, dense_model, make_task
 
+import oa_utils as oa
 from oa_utils import machine, models, store
 from oa_utils.circuits import Circuit
 from oa_utils.graph import Edge, Graph
@@ -184,6 +185,30 @@ def test_ugs_takes_the_authors_rates_and_memory():
     assert rates == [0.05, *(0.05 / slower for slower in SLOWER.values())]
     assert len(set(rates)) > 1
     assert group()["betas"] == (0.9, 0.995)
+
+
+def test_a_small_clip_holds_the_logits_back():
+    """Below Adam's ε, a smaller gradient is a smaller step."""
+    masked = dense_model()
+    task = make_task(masked.model, n=8)
+    options = {"ablation": "counterfactual", "lam": 1e-2, "steps": 3, "prompts": 1, "masks": 2}
+    free, held = (
+        oa.ugs(masked, task, **options, lr=0.1, clip=clip).history["size"][-1]
+        for clip in (5.0, 1e-9)
+    )
+    start = len(masked.graph) * torch.tensor(1.0).sigmoid().item()
+    assert abs(held - start) < 0.1 * abs(free - start)
+
+
+def test_a_gap_keeps_the_best_constants_not_the_last(tmp_path):
+    """At a wild rate later looks are worse: what is kept is what the best look saw."""
+    masked = dense_model()
+    task = make_task(masked.model, n=16)
+    circuit = Circuit(masked.graph, torch.arange(len(masked.graph)) % 2, "half")
+    options = {"look_every": 1, "lr": 10.0}
+    start = oa.gap(masked, task, circuit, "optimal", steps=1, look_every=1, lr=0.0)
+    wild = oa.gap(masked, task, circuit, "optimal", steps=4, **options)
+    assert wild.mean == start.mean
 
 
 @given(st.floats(-5, 5), st.floats(0.1, 2))
