@@ -203,6 +203,36 @@ def test_every_train_prompt_is_used_before_one_comes_again():
     assert len(evaluate.shuffled(4, 8, 1, 0)) == 4
 
 
+def trainer_of(dense, snapshots, **options) -> evaluate.ConstantsTrainer:
+    task = make_task(dense.model, 16)
+    settings = evaluate.GapSettings(**options)
+    mask = half(dense).mask
+    return evaluate.ConstantsTrainer(dense, task, mask, "optimal", settings, snapshots)
+
+
+def test_the_rate_of_constants_falls_to_a_tenth(dense, tmp_path):
+    trainer = trainer_of(dense, Snapshots(tmp_path / "x", "x"), steps=4, batch=2)
+    rates = []
+    for _ in range(4):
+        trainer.advance()
+        rates.append(trainer.optimiser.param_groups[0]["lr"] / trainer.settings.rate)
+    assert rates == pytest.approx([1, 0.775, 0.55, 0.325])
+
+
+def test_a_resumed_training_keeps_its_best_constants(dense, tmp_path):
+    snapshots = Snapshots(tmp_path / "x", "x")
+    first = trainer_of(dense, snapshots, steps=4, batch=2)
+    first.look()
+    first.advance()
+    first.curve.append([1, first.curve[0][1] + 1])  # worse than the start
+    snapshots.save(first.state())
+    again = trainer_of(dense, Snapshots(tmp_path / "x", "x"), steps=4, batch=2)
+    again.best = again.best._replace(embed=again.best.embed + 1)
+    again.resume()
+    assert all(torch.equal(a, b) for a, b in zip(again.best, first.best, strict=True))
+    assert not torch.equal(again.constants.embed, again.best.embed)
+
+
 def test_rate_of_constants_follows_the_number_of_steps():
     rates = [evaluate.GapSettings(steps=steps).rate for steps in (100, 1000, 10_000, 20_000)]
     assert rates == pytest.approx([0.05, 0.02, 0.002, 0.002])
