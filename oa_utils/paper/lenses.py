@@ -68,7 +68,7 @@ LENS_CLAIMS = {  # what §5 says, and the rule by which it holds
     "oca_below_001": (
         "OCA's loss is below 0.01 from layer 35 of 48 on (share of depth, at most 35/48; 1: never "
         "before the end)",
-        f"<= {35 / 48}",
+        f"<= {35 / 48:.3f}",
     ),
     "tuned_never_001": (
         "the tuned lens's loss is not below 0.01 even at the last layer (share of depth: 1)",
