@@ -134,7 +134,11 @@ def prototypes(
         for k in machine.progress(range(1, most + 1), desc=f"prototypes of {component}"):
             found.append(_prototypes(experiment, site, k, found[-1] if found else None))
             tensors |= {f"{name}.{k}": value for name, value in found[-1]._asdict().items()}
-        return {"gaps": [[p.best.mean(), p.by_rule.mean()] for p in found]}, tensors
+        rows = [
+            {"k": k, "best": p.best.mean().item(), "by_rule": p.by_rule.mean().item()}
+            for k, p in enumerate(found, 1)
+        ]
+        return {"rows": rows}, tensors
 
     result = store.run(
         "prototypes",
