@@ -15,7 +15,7 @@ from oa_utils import machine, stats, store
 from oa_utils.fills import ABLATIONS, edge_constants, edge_fill
 from oa_utils.graph import Edge, Graph
 from oa_utils.masked import MaskedModel
-from oa_utils.search import acdc, eap, eap_ig, edge_pruning, gap, hcgs, sweep, ugs
+from oa_utils.search import acdc, eap, eap_ig, edge_pruning, gap, hcgs, shared, sweep, ugs
 from oa_utils.search.eap import EAPSettings, Scores, eap_scores, top_edges
 from oa_utils.search.evaluate import measure
 from oa_utils.search.loop import Trainer, price
@@ -718,3 +718,10 @@ def test_a_misspelt_setting_and_a_bare_model_are_named(planted, task):
         ugs(planted, task, stepps=3)
     with pytest.raises(TypeError, match="masked"):
         ugs(planted.model, task)
+
+
+def test_a_price_in_quotes_is_refused_with_a_sentence():
+    """Where nobody checks types, as for users."""
+    check_price = inspect.unwrap(shared.check_price)
+    with pytest.raises(ValueError, match="must be a number from 0 on, got '0.01'"):
+        check_price("0.01", "edge")
