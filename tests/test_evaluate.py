@@ -219,6 +219,17 @@ def test_the_rate_of_constants_falls_to_a_tenth(dense, tmp_path):
     assert rates == pytest.approx([1, 0.775, 0.55, 0.325])
 
 
+def test_what_is_left_of_a_long_training_is_told(dense, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(machine, "announce", told.append)
+    trainer = trainer_of(dense, Snapshots(tmp_path / "x", "x"), steps=40, look_every=10)
+    trainer.step = 10
+    trainer.announce(step_seconds=1.0, look_seconds=2.0)  # 30 steps and 3 looks are left
+    assert "about 36 s" in told[0]
+    trainer.announce(step_seconds=0.01, look_seconds=0.1)
+    assert len(told) == 1, "what takes no time is not worth a word"
+
+
 def test_a_resumed_training_keeps_its_best_constants(dense, tmp_path):
     snapshots = Snapshots(tmp_path / "x", "x")
     first = trainer_of(dense, snapshots, steps=4, batch=2)

@@ -278,3 +278,9 @@ def test_full_mask_stays_full_and_empty_stays_empty():
         assert torch.equal(SMALL.prune_dangling(full), full)
         assert torch.equal(SMALL.prune_dangling(full * 0), full * 0)
     assert SMALL.prune_dangling(torch.ones(0, len(SMALL))).shape == (0, len(SMALL))
+
+
+def test_edges_are_given_by_name_too():
+    graph = Graph(2, 2)
+    by_name = graph.mask(["embed->m0", "a0.h1->a1.h0<q>"])
+    assert graph.edges_of(by_name) == [Edge("embed", "m0", ""), Edge("a0.h1", "a1.h0", "q")]

@@ -725,3 +725,9 @@ def test_a_price_in_quotes_is_refused_with_a_sentence():
     check_price = inspect.unwrap(shared.check_price)
     with pytest.raises(ValueError, match="must be a number from 0 on, got '0.01'"):
         check_price("0.01", "edge")
+
+
+def test_a_model_in_the_place_of_a_masked_model_is_refused_with_a_sentence(planted, task):
+    check_search = inspect.unwrap(shared.check_search)
+    with pytest.raises(TypeError, match=r"takes a masked model, oa.MaskedModel\(model\)"):
+        check_search(planted.model, task, "mean")
