@@ -292,3 +292,10 @@ def test_parallel_runs_under_dask():
         assert [i for i, _ in seen] == list(range(5))
         with pytest.raises(RuntimeError, match="^3 failed: ZeroDivisionError"):
             machine.parallel(lambda i: 1 / (i - 3), range(5))
+
+
+def test_a_call_has_the_threads_it_is_given_and_the_caller_keeps_its_own():
+    before = torch.get_num_threads()
+    given = machine._in_worker(lambda _: torch.get_num_threads(), 0, os.getpid(), {}, before + 1)
+    assert given == before + 1
+    assert torch.get_num_threads() == before
