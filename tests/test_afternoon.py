@@ -52,31 +52,16 @@ def test_components_circuits_and_random_circuits(model, task, tmp_path, monkeypa
     )
     assert (gaps.gap >= -1e-6).all()
     masked = oa.MaskedModel(model)
-    search = {"steps": 2, "prompts": 2, "masks": 2}
-    table = oa.sweep(
-        masked,
-        task,
-        ["ugs"],
-        ["optimal"],
-        {"lam": [0.02]},
-        options={"ugs": search},
-        gap_options=QUICK,
-    )
+    asked = (["ugs"], ["optimal"], {"lam": [0.02]})
+    options = {"ugs": {"steps": 2, "prompts": 2, "masks": 2}}
+    table = oa.sweep(masked, task, *asked, options=options, gap_options=QUICK)
     circuit = oa.random_circuits(masked, 100, n=1)[0]
     row = table.assign(
         edges=[circuit.mask.nonzero()[:, 0].tolist()], n_edges=circuit.n_edges, ablation="mean"
     )
     against = oa.against_random(masked, task, row, n=2)
     assert against.kind.tolist() == ["found", "random", "random"]
-    again = oa.sweep(
-        masked,
-        task,
-        ["ugs"],
-        ["optimal"],
-        {"lam": [0.02]},
-        options={"ugs": search},
-        gap_options=QUICK,
-    )
+    again = oa.sweep(masked, task, *asked, options=options, gap_options=QUICK)
     pd.testing.assert_frame_equal(table, again)
     variant = claims.variant(model, 0, task)
     assert variant == "classes"
