@@ -39,6 +39,7 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 PACKAGES = ("torch", "transformers", "transformer_lens", "numpy")
 PARTS = ("search_", "circuit_gaps", "facts")  # runs whose numbers stand in other runs' tables
 USED = "used"  # folder of lists: which results each notebook stands on
+SMALL_TENSORS = 256_000  # bytes of a result's tensors that are published with it, at most
 DEEPEST = 50  # levels of nesting that a file of ours never has
 SNAPSHOT_SECONDS = 20
 STALE_SECONDS = {".*.tmp": 3600, "*.snapshot": 60 * 24 * 3600}  # left by whom nobody goes on for
@@ -385,6 +386,7 @@ class Snapshots:
         self.path = path
         self.identity = identity
         self.seconds_before = 0.0
+        self.save_seconds = 0.0  # that the last one took
         self.began = self.saved = time.monotonic()
 
     def seconds(self) -> float:
@@ -392,7 +394,8 @@ class Snapshots:
         return self.seconds_before + time.monotonic() - self.began
 
     def due(self, every_seconds: float = SNAPSHOT_SECONDS) -> bool:
-        return time.monotonic() - self.saved >= every_seconds
+        """Not so often that large states would take more than a twentieth of the time."""
+        return time.monotonic() - self.saved >= max(every_seconds, 20 * self.save_seconds)
 
     def save(self, state: Any) -> None:
         """Keeps nested lists and dictionaries of numbers, strings and tensors, such as an
@@ -406,11 +409,13 @@ class Snapshots:
             "state": _apart(state, tensors),
             "seconds": self.seconds(),
         }
-        self.saved = time.monotonic()
+        began = time.monotonic()
         try:
             write_sealed(self.path, head, tensors)
         except OSError as error:
             warnings.warn(f"no snapshot could be written ({error}): going on", stacklevel=2)
+        self.saved = time.monotonic()
+        self.save_seconds = self.saved - began
 
     def save_when_due(self, state: Callable[[], Any]) -> None:
         if self.due():
@@ -645,8 +650,8 @@ def note_use(path: Path) -> None:
 
 
 def publish(model_name: str) -> list[Path]:
-    """Copies the tables that a model's notebooks stand on to `data/results`; tensors and parts of
-    other tables stay in the store.
+    """Copies the tables that a model's notebooks stand on to `data/results`, with their tensors
+    where these are small; parts of other tables stay in the store.
 
     Only what `make notebooks` ran to the end counts, so no cut run and no test gets in. Published
     files that no notebook stands on any more are removed.
@@ -672,11 +677,44 @@ def publish(model_name: str) -> list[Path]:
                 continue
             if record["budget"] != "test" and any(table_rows(record["numbers"])):
                 names.append(name)
-                copied.append(published() / name)
-                write_bytes(copied[-1], read_bytes(source))
+                copied += _copy_result(source, published() / name, record.get("tensors"))
         write_bytes(place / USED / used.name, "".join(f"{name}\n" for name in names).encode())
+        for costs in used.parent.glob(f"{used.stem}.default.costs"):  # see paper/costs.py
+            write_bytes(place / USED / costs.name, read_bytes(costs))
     current = {name for used in place.glob(f"{USED}/*.txt") for name in used.read_text().split()}
     for old in place.glob("*/*.json"):
         if "/".join(old.parts[-3:]) not in current:
             old.unlink()
+    for beside in place.glob("*/*.safetensors"):
+        if not beside.with_suffix("").with_suffix(".json").exists():
+            beside.unlink()
     return list(dict.fromkeys(copied))
+
+
+def _copy_result(source: Path, target: Path, tensors: str | None) -> list[Path]:
+    """A result's JSON, and its tensors beside it where they are small; returns what was written."""
+    names = [source.name]
+    if tensors and source.with_name(tensors).stat().st_size <= SMALL_TENSORS:
+        names.append(tensors)
+    for name in names:
+        write_bytes(target.with_name(name), read_bytes(source.with_name(name)))
+    return [target.with_name(name) for name in names]
+
+
+def restore(model_name: str) -> list[Path]:
+    """Puts what is published for a model into the store, so that notebooks go on from there
+    instead of computing it again; what the store has stays, results whose tensors were too large
+    to publish are left out."""
+    restored = []
+    for source in sorted((published() / slug(model_name)).glob("*/*.json")):
+        target = folder("default") / "/".join(source.parts[-3:])
+        tensors = read_record(source).get("tensors")
+        is_whole = not tensors or source.with_name(tensors).is_file()
+        if is_whole and not target.exists():
+            restored += _copy_result(source, target, tensors)
+    if not restored and not (published() / slug(model_name)).is_dir():
+        there = sorted(path.name for path in published().glob("*") if path.is_dir())
+        raise FileNotFoundError(
+            f"nothing is published for '{model_name}'; there is: {', '.join(there) or 'nothing'}"
+        )
+    return restored

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from oa_utils import store
-from oa_utils.paper import claims, notebooks
+from oa_utils.paper import claims, costs, notebooks
 from oa_utils.paper.claims import Claim
 from oa_utils.tasks import Task
 
@@ -388,6 +389,15 @@ def test_a_failed_notebook_is_kept_aside_with_its_error_and_the_others_run(
     assert "42" in str(nbformat.read(good, 4).cells[0].outputs)
 
 
+def test_a_kernel_that_dies_stops_its_notebook_only(place, monkeypatch, capsys):
+    dies = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", "import os; os._exit(9)")
+    good = write_notebook(place / "repo" / "notebooks" / "06_x.ipynb", "6 * 7")
+    with pytest.raises(SystemExit, match="1 of 2 notebooks failed"):
+        notebooks.main([str(dies), str(good)])
+    assert "05_x failed: its kernel died" in capsys.readouterr().out
+    assert "42" in str(nbformat.read(good, 4).cells[0].outputs)
+
+
 def test_a_relative_folder_of_a_model_is_resolved_before_the_kernel_starts(place, monkeypatch):
     (place / "mine" / "net").mkdir(parents=True)
     monkeypatch.chdir(place)
@@ -426,3 +436,52 @@ def test_fresh_moves_what_is_stored_aside_once(place, monkeypatch):
     assert stored.exists()
     run_notebooks(path, monkeypatch, FRESH="1", OA_MODEL="unknown")
     assert stored.exists()
+
+
+# ---- what notebooks cost
+
+
+def test_a_second_run_knows_what_the_first_one_cost(place, monkeypatch, capsys):
+    path = write_notebook(
+        place / "repo" / "notebooks" / "05_x.ipynb", "import time", "time.sleep(1)"
+    )
+    code = [cell.source for cell in nbformat.read(path, 4).cells]
+    assert costs.Clock("tiny", "05_x", "default", code).left() is None
+    run_notebooks(path, monkeypatch, OA_BUDGET="default")
+    again = costs.Clock("tiny", "05_x", "default", code)
+    again.cell_done()
+    assert 0.5 < again.left() < 5  # one second, by the speed of a machine that others use too
+    assert costs.Clock("tiny", "05_x", "paper", code).left() is None
+
+
+def test_a_cell_that_was_loaded_costs_what_computing_it_did(place):
+    clock = costs.Clock("tiny", "05_x", "default", ["a", "b"])
+    clock.taken = [100.0, 1.0]
+    clock.save()
+    again = costs.Clock("tiny", "05_x", "default", ["a", "b", "new"])
+    again.taken = [0.1, 0.1, 0.1]
+    again.save()
+    kept = store.read_json(again.path)
+    seconds = [kept["cells"][cell] * again.speed / kept["speed"] for cell in again.cells]
+    assert seconds[0] == pytest.approx(100 * again.speed / clock.speed, rel=0.01)
+    assert seconds[2] == pytest.approx(0.1)
+
+
+def test_costs_of_another_machine_are_scaled_by_its_speed(place, monkeypatch):
+    clock = costs.Clock("tiny", "05_x", "default", ["a"])
+    clock.taken = [60.0]
+    clock.save()
+    half_as_fast = 2 * clock.speed
+    [seconds] = costs.known("tiny", "05_x", "default", half_as_fast).values()
+    assert seconds == pytest.approx(120)
+
+
+def test_costs_are_published_with_the_notebook_and_serve_where_the_store_has_none(place):
+    clock = costs.Clock("tiny", EXPERIMENT, "default", ["a"])
+    clock.taken = [60.0]
+    clock.save()
+    publish(MEDIAN)
+    shutil.rmtree(place / "store")
+    [seconds] = costs.known("tiny", EXPERIMENT, "default", clock.speed).values()
+    assert seconds == pytest.approx(60)
+    store.restore("tiny")  # they are no results

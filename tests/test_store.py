@@ -627,9 +627,7 @@ def listed(place, monkeypatch):
     return start
 
 
-def test_publish_copies_finished_tables_but_no_tests_no_wrecks_no_parts_and_no_tensors(
-    place, listed
-):
+def test_publish_copies_finished_tables_but_no_tests_no_wrecks_and_no_parts(place, listed):
     table = run(Counter(tensors={"c": torch.ones(2)}), Settings(lam=1.0))
     store.run("curves", Settings(), lambda _: {"a": [1, 2]}, model=MODEL)
     store.run("search_ugs", Settings(), Counter(), model=MODEL)
@@ -643,6 +641,39 @@ def test_publish_copies_finished_tables_but_no_tests_no_wrecks_no_parts_and_no_t
     assert {path.name for path in results.rglob("*.json")} == {table.path.name}
     store.publish("other")
     assert (results / "other" / "ex" / other.path.name).read_bytes() == other.path.read_bytes()
+
+
+def test_small_tensors_are_published_with_their_table_and_go_with_it(place, listed, monkeypatch):
+    run(Counter(tensors={"c": torch.ones(2)}), Settings(lam=1.0))
+    monkeypatch.setattr(store, "SMALL_TENSORS", 200)
+    run(Counter(tensors={"c": torch.ones(1000)}), Settings(lam=2.0))
+    published = store.publish(MODEL.name)
+    assert sorted(path.suffix for path in published) == [".json", ".json", ".safetensors"]
+    shutil.rmtree(place / "store")
+    listed()
+    run(Counter(), Settings(lam=3.0))
+    assert store.publish(MODEL.name) == list((place / "repo/data/results").rglob("lam=*"))
+
+
+def test_a_restored_result_is_not_computed_again_unless_its_tensors_were_too_large(
+    place, listed, monkeypatch
+):
+    whole = {"c": torch.arange(2.0)}
+    run(Counter(tensors=whole), Settings(lam=1.0))
+    run(Counter(), Settings(lam=2.0))
+    monkeypatch.setattr(store, "SMALL_TENSORS", 200)
+    run(Counter(tensors={"c": torch.ones(1000)}), Settings(lam=3.0))
+    store.publish(MODEL.name)
+    shutil.rmtree(place / "store")
+    listed()
+    assert len(store.restore(MODEL.name)) == 3
+    assert store.restore(MODEL.name) == []
+    counters = {lam: Counter() for lam in (1.0, 2.0, 3.0)}
+    results = {lam: run(counter, Settings(lam=lam)) for lam, counter in counters.items()}
+    assert [counter.calls for counter in counters.values()] == [0, 0, 1]
+    assert torch.equal(results[1.0].tensors["c"], whole["c"])
+    with pytest.raises(FileNotFoundError, match="nothing is published for 'nobody'"):
+        store.restore("nobody")
 
 
 def test_what_no_notebook_stands_on_is_not_published(listed, monkeypatch):

@@ -11,14 +11,16 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
 from tqdm import tqdm
 
 from oa_utils import machine, sources, store
+from oa_utils.paper import costs
 
 
 class NotebookFailed(RuntimeError):
@@ -67,11 +69,20 @@ def execute(
         record_timing=False,
     )
     used = store.folder("default") / store.slug(name_of(model)) / store.USED / f"{path.stem}.new"
-    if budget != "test" and not environment:
+    is_kept = budget != "test" and not environment
+    if is_kept:
         store.write_bytes(used, b"")
         variables["OA_USED"] = str(used.resolve())
-    with tqdm(total=len(code), desc=path.stem, unit="cell", leave=False, disable=None) as bar:
-        client.on_cell_executed = lambda **_: bar.update()
+    clock = costs.Clock(name_of(model), path.stem, budget, [cell.source for cell in code])
+    if is_kept and (left := clock.left()) and left > 60:
+        tqdm.write(f"{path.stem}: about {machine.duration(left)}, less what is stored")
+    with costs.told(clock, path.stem) as bar:
+
+        def count(**_: Any) -> None:
+            clock.cell_done()
+            bar.update()
+
+        client.on_cell_executed = count
         try:
             client.execute(env=variables)
         except CellExecutionError as error:
@@ -79,8 +90,14 @@ def execute(
             store.write_bytes(failed, nbformat.writes(notebook).encode())
             message = f"{path.stem} failed, see {failed}\n{error.ename}: {error.evalue}"
             raise NotebookFailed(message) from None
-    if used.exists():
+        except DeadKernelError:
+            raise NotebookFailed(
+                f"{path.stem} failed: its kernel died, most likely for want of memory; what was "
+                "stored is kept, OA_JOBS=1 takes less"
+            ) from None
+    if is_kept:
         used.rename(used.with_suffix(".txt"))
+        clock.save()
     notebook.metadata.pop("widgets", None)
     notebook.metadata.get("language_info", {}).pop("version", None)
     return notebook
@@ -140,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
         place = target(path, model, budget)
         if place:
             store.write_bytes(place, nbformat.writes(notebook).encode())
-        print(f"{path.stem}: {machine.duration(time.monotonic() - start)}")
+        print(f"{path.stem}: {machine.duration(time.monotonic() - start)}", flush=True)
     if failed:
         sys.exit(f"{failed} of {len(paths)} notebooks failed")
 
