@@ -65,7 +65,7 @@ claims: $(READY) ## the paper's claims beside what was measured here, by chapter
 claim: $(READY) ## measure one claim anew [ID=single.median_ratio.mean MODEL=tiny]; without ID: list them
 	@$(BIN)/python -m oa_utils.paper.claims $(ID) --model "$(MODEL)"
 
-publish: $(READY) ## copy a model's finished results from .oa/ to data/results/ [MODEL=tiny]
+publish: $(READY) ## copy what a model's notebooks stand on from .oa/ to data/ [MODEL=tiny]
 	@$(BIN)/python -c "from oa_utils import store; from oa_utils.paper.notebooks import name_of; \
 	  print(len(store.publish(name_of('$(MODEL)'))), 'files published')"
 

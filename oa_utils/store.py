@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ PACKAGES = ("torch", "transformers", "transformer_lens", "numpy")
 PARTS = ("search_", "circuit_gaps", "facts")  # runs whose numbers stand in other runs' tables
 USED = "used"  # folder of lists: which results each notebook stands on
 SMALL_TENSORS = 256_000  # bytes of a result's tensors that are published with it, at most
+SAVED_TENSORS = 4_000_000  # the same of a run that a notebook under way needs to go on
 DEEPEST = 50  # levels of nesting that a file of ours never has
 SNAPSHOT_SECONDS = 20
 STALE_SECONDS = {".*.tmp": 3600, "*.snapshot": 60 * 24 * 3600}  # left by whom nobody goes on for
@@ -94,6 +96,12 @@ def folder(budget: str | None = None) -> Path:
 
 def published() -> Path:
     return data_folder() / "results"
+
+
+def underway() -> Path:
+    """Finished runs of notebooks that are not: no results yet, but what another machine needs to
+    go on."""
+    return data_folder() / "underway"
 
 
 def slug(text: str) -> str:
@@ -654,33 +662,51 @@ def publish(model_name: str) -> list[Path]:
     where these are small; parts of other tables stay in the store.
 
     Only what `make notebooks` ran to the end counts, so no cut run and no test gets in. Published
-    files that no notebook stands on any more are removed.
+    files that no notebook stands on any more are removed. Of notebooks under way, finished runs
+    go to `data/underway`, from where `restore` takes them.
     """
-    lists = sorted((folder("default") / slug(model_name) / USED).glob("*.txt"))
-    if not lists:
+    place = folder("default") / slug(model_name) / USED
+    finished = sorted(place.glob("*.txt"))
+    unfinished = [used for used in sorted(place.glob("*.new")) if used.read_text().strip()]
+    if not finished and not unfinished:
         raise FileNotFoundError(
-            f"no notebook was run to the end on '{model_name}' with this store: "
+            f"no notebook was run on '{model_name}' with this store: "
             f"`make notebooks MODEL={model_name}` first"
         )
-    place = published() / slug(model_name)
+    copied = [path for used in finished for path in _publish_used(used, model_name)]
+    _remove_unused(published() / slug(model_name))
+    shutil.rmtree(underway() / slug(model_name), ignore_errors=True)
+    for name in sorted({name for used in unfinished for name in used.read_text().split()}):
+        if not (published() / name).exists() and (folder("default") / name).is_file():
+            copied += _copy_result(folder("default") / name, underway() / name, SAVED_TENSORS)
+    return list(dict.fromkeys(copied))
+
+
+def _publish_used(used: Path, model_name: str) -> list[Path]:
+    """Publishes the tables that one notebook stands on, the list of them and what they cost."""
     copied = []
-    for used in lists:
-        names = []
-        for name in sorted(set(used.read_text().split())):
-            source = folder("default") / name
-            if source.parent.name.startswith(PARTS):
-                continue
-            try:
-                record = read_record(source)
-            except BadFile as error:
-                warnings.warn(f"{error}: not published", stacklevel=2)
-                continue
-            if record["budget"] != "test" and any(table_rows(record["numbers"])):
-                names.append(name)
-                copied += _copy_result(source, published() / name, record.get("tensors"))
-        write_bytes(place / USED / used.name, "".join(f"{name}\n" for name in names).encode())
-        for costs in used.parent.glob(f"{used.stem}.default.costs"):  # see paper/costs.py
-            write_bytes(place / USED / costs.name, read_bytes(costs))
+    names = []
+    for name in sorted(set(used.read_text().split())):
+        source = folder("default") / name
+        if source.parent.name.startswith(PARTS):
+            continue
+        try:
+            record = read_record(source)
+        except BadFile as error:
+            warnings.warn(f"{error}: not published", stacklevel=2)
+            continue
+        if record["budget"] != "test" and any(table_rows(record["numbers"])):
+            names.append(name)
+            copied += _copy_result(source, published() / name, SMALL_TENSORS)
+    lists = published() / slug(model_name) / USED
+    write_bytes(lists / used.name, "".join(f"{name}\n" for name in names).encode())
+    for costs in used.parent.glob(f"{used.stem}.default.costs"):  # see paper/costs.py
+        write_bytes(lists / costs.name, read_bytes(costs))
+    return copied
+
+
+def _remove_unused(place: Path) -> None:
+    """Takes away published files of a model that no notebook stands on any more."""
     current = {name for used in place.glob(f"{USED}/*.txt") for name in used.read_text().split()}
     for old in place.glob("*/*.json"):
         if "/".join(old.parts[-3:]) not in current:
@@ -688,13 +714,14 @@ def publish(model_name: str) -> list[Path]:
     for beside in place.glob("*/*.safetensors"):
         if not beside.with_suffix("").with_suffix(".json").exists():
             beside.unlink()
-    return list(dict.fromkeys(copied))
 
 
-def _copy_result(source: Path, target: Path, tensors: str | None) -> list[Path]:
-    """A result's JSON, and its tensors beside it where they are small; returns what was written."""
+def _copy_result(source: Path, target: Path, most: int) -> list[Path]:
+    """A result's JSON, and its tensors beside it where they have `most` bytes or fewer; returns
+    what was written."""
     names = [source.name]
-    if tensors and source.with_name(tensors).stat().st_size <= SMALL_TENSORS:
+    tensors = read_record(source).get("tensors")
+    if tensors and source.with_name(tensors).stat().st_size <= most:
         names.append(tensors)
     for name in names:
         write_bytes(target.with_name(name), read_bytes(source.with_name(name)))
@@ -702,17 +729,18 @@ def _copy_result(source: Path, target: Path, tensors: str | None) -> list[Path]:
 
 
 def restore(model_name: str) -> list[Path]:
-    """Puts what is published for a model into the store, so that notebooks go on from there
-    instead of computing it again; what the store has stays, results whose tensors were too large
-    to publish are left out."""
+    """Puts what is published for a model, and what notebooks under way had finished, into the
+    store, so that notebooks go on from there instead of computing it again; what the store has
+    stays, results whose tensors were too large to publish are left out."""
     restored = []
-    for source in sorted((published() / slug(model_name)).glob("*/*.json")):
+    places = [root / slug(model_name) for root in (published(), underway())]
+    for source in sorted(path for place in places for path in place.glob("*/*.json")):
         target = folder("default") / "/".join(source.parts[-3:])
         tensors = read_record(source).get("tensors")
         is_whole = not tensors or source.with_name(tensors).is_file()
         if is_whole and not target.exists():
-            restored += _copy_result(source, target, tensors)
-    if not restored and not (published() / slug(model_name)).is_dir():
+            restored += _copy_result(source, target, SAVED_TENSORS)
+    if not restored and not any(place.is_dir() for place in places):
         there = sorted(path.name for path in published().glob("*") if path.is_dir())
         raise FileNotFoundError(
             f"nothing is published for '{model_name}'; there is: {', '.join(there) or 'nothing'}"
