@@ -261,6 +261,15 @@ def test_the_table_for_the_readme_has_a_column_for_each_model():
     assert lines[-1].startswith("1 ✓  0 ✗  2 –")
 
 
+def test_some_claims_for_the_readme_are_named_and_must_be_published():
+    publish(MEDIAN, RANK)
+    text = claims.markdown([RANK.id])
+    assert f"`{RANK.id}`" in text
+    assert MEDIAN.id not in text
+    with pytest.raises(LookupError, match="no such claims are published: single.nothing"):
+        claims.markdown([RANK.id, "single.nothing"])
+
+
 def test_the_readme_is_current():
     call = [sys.executable, str(ROOT / "scripts" / "readme.py"), "--check"]
     done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT)

@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -343,10 +343,17 @@ def minutes(notebook: Path) -> str:
 # ---- in the README
 
 
-def markdown() -> str:
-    """One table of all published claims: a row for each, with a column for each model, by
+def markdown(ids: Collection[str] | None = None) -> str:
+    """One table of published claims, all or some: a row for each, with a column for each model, by
     chapter."""
-    groups = chapters()
+    groups = {
+        chapter: [claim for claim in listed if ids is None or claim.id in ids]
+        for chapter, listed in chapters().items()
+    }
+    groups = {chapter: listed for chapter, listed in groups.items() if listed}
+    missing = set(ids or ()) - {claim.id for listed in groups.values() for claim in listed}
+    if missing:
+        raise LookupError(f"no such claims are published: {', '.join(sorted(missing))}")
     models = sorted({model for _, model in groups}, key=lambda model: (model == "tiny", model))
     rows: dict[str, dict[str, dict[str, Claim]]] = {}  # experiment: id: model: claim
     for (experiment, model), listed in groups.items():
@@ -356,14 +363,15 @@ def markdown() -> str:
         f"| claim | the paper says | holds if | paper | {' | '.join(models)} | remark |",
         "|---|---|---|---|" + "---|" * (len(models) + 1),
     ]
-    for experiment, ids in rows.items():
+    for experiment, claims in rows.items():
         lines.append(f"| **{experiment.replace('_', ' ')}** |" + " |" * (len(models) + 4))
-        for id, by_model in ids.items():
+        for id, by_model in claims.items():
             lines.append(_markdown_row(id, by_model, models))
     everything = [claim for listed in groups.values() for claim in listed]
     lines += [
         "",
-        f"{_count(everything)} (✓ holds, ✗ does not hold, – undecided). {_by_chance(everything)}",
+        f"{_count(everything)} (✓ holds, ✗ does not hold, – undecided)."
+        + (f" {_by_chance(everything)}" if ids is None else ""),
     ]
     return "\n".join(lines) + "\n"
 
