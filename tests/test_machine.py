@@ -115,6 +115,7 @@ def test_where_memory_is_refused_spans_are_halved_and_numbers_stay(gpt2):
 
 def test_searches_and_gaps_stay_where_memory_is_refused(tmp_path, monkeypatch):
     import oa_utils as oa
+    from oa_utils.search.estimators import estimator_errors
 
     masked = dense_model()
     task = make_task(masked.model, n=16)
@@ -133,7 +134,14 @@ def test_searches_and_gaps_stay_where_memory_is_refused(tmp_path, monkeypatch):
         circuit = oa.ugs(masked, task, "optimal", lam=1e-2, steps=2, prompts=3, masks=4)
         gap = oa.gap(masked, task, circuit, "optimal", steps=3)
         by_acdc = oa.acdc(masked, task, lam=1e-2, prompts=8).history["loss"]
-        found.append(torch.tensor([*circuit.history["loss"], float(gap), *by_acdc]))
+        by_eap = oa.eap(masked, task, n_edges=5).history["scores"]
+        theta = torch.full((len(masked.graph),), 0.5)
+        slopes = estimator_errors(masked, task, theta, [0, 1], estimates=2, masks=8, draws=8)
+        found.append(
+            torch.tensor(
+                [*circuit.history["loss"], float(gap), *by_acdc, *by_eap, *slopes.true, *slopes.rms]
+            )
+        )
     torch.testing.assert_close(*found, atol=1e-6, rtol=0)
 
 

@@ -21,10 +21,10 @@ from oa_utils.fills import edge_fill, find_ablation
 from oa_utils.masked import MaskedModel
 from oa_utils.search.shared import (
     Method,
-    at_once,
     batch_of,
     check_price,
     check_search,
+    in_parts,
     kept_edges,
     stored_circuit,
     whole,
@@ -97,9 +97,8 @@ class Backwards:
             )
             return stats.kl(self.full[at], logp)
 
-        size = at_once(self.masked, len(which), self.tokens.shape[1])
-        found = list(machine.in_spans(len(which), size, gaps))
-        return torch.cat(found).unflatten(0, (len(masks), n)).mean(1).tolist()
+        parts = in_parts(self.masked, len(which), self.tokens.shape[1], gaps)
+        return torch.cat(list(parts)).unflatten(0, (len(masks), n)).mean(1).tolist()
 
     def chain(
         self, mask: Bool[Tensor, " n_edges"], units: list[Tensor], current: float, k: int

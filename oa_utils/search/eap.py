@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from oa_utils import machine, metrics, store
+from oa_utils import metrics, store
 from oa_utils.circuits import Circuit
 from oa_utils.fills import Activations, Constants, edge_fill, find_ablation
 from oa_utils.graph import Graph
@@ -28,7 +28,7 @@ from oa_utils.search.shared import (
     batch_of,
     check_search,
     check_size,
-    spans,
+    in_parts,
     whole,
 )
 from oa_utils.tasks import Task
@@ -109,11 +109,15 @@ class Scores:
         """Of all train prompts and all points of the path."""
         n, length = self.part.tokens.shape
         along = self.along_inputs if self.settings.path == "inputs" else self.along_masks
-        chunks = list(spans(self.masked, n, length, EVALUATION_BATCH))
-        total = torch.zeros(self.n_edges)
-        for span in machine.progress(chunks, desc=f"EAP {self.settings.ablation}"):
+
+        def summed(span: slice) -> Float[Tensor, " n_edges"]:
             rows = torch.arange(n)[span]
-            total += along(rows, self.fill(rows))
+            return along(rows, self.fill(rows))
+
+        name = f"EAP {self.settings.ablation}"
+        total = torch.zeros(self.n_edges)
+        for part in in_parts(self.masked, n, length, summed, EVALUATION_BATCH, name):
+            total += part
         return total / n / self.settings.points
 
 

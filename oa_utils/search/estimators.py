@@ -19,7 +19,7 @@ from oa_utils import machine, stats, store
 from oa_utils.fills import Activations, Constants, edge_fill, find_ablation
 from oa_utils.masked import MaskedModel
 from oa_utils.search.hcgs import hard_concrete, uniform
-from oa_utils.search.shared import EVALUATION_BATCH, batch_of, check_search, spans
+from oa_utils.search.shared import EVALUATION_BATCH, batch_of, check_search, in_parts
 from oa_utils.search.ugs import draw, normalise, window
 from oa_utils.store import at_least, with_settings
 from oa_utils.tasks import Task
@@ -80,9 +80,8 @@ class Slopes:
         rng = machine.generator(self.settings.seed)
         rows = self.rows(n, rng)
         others = torch.rand(n, len(self.theta), generator=rng) < self.theta
-        chunks = list(spans(self.masked, n, self.part.tokens.shape[1], EVALUATION_BATCH))
-        changes = []
-        for span in machine.progress(chunks, desc="marginal gaps"):
+
+        def changes(span: slice) -> Float[Tensor, "n k"]:
             fill = self.fill(rows[span])
             by_edge = []
             for edge in edges:
@@ -91,20 +90,35 @@ class Slopes:
                 kept = self.kl(rows[span], mask, fill)
                 mask[:, edge] = 0.0
                 by_edge.append(kept - self.kl(rows[span], mask, fill))
-            changes.append(torch.stack(by_edge, 1))
-        change = torch.cat(changes)
+            return torch.stack(by_edge, 1)
+
+        length = self.part.tokens.shape[1]
+        parts = in_parts(self.masked, n, length, changes, EVALUATION_BATCH, "marginal gaps")
+        change = torch.cat(list(parts))
         return change.mean(0), change.std(0) / len(change) ** 0.5
+
+    @torch.no_grad()
+    def losses(
+        self, alpha: Float[Tensor, "n n_edges"], rows: Int[Tensor, " n"]
+    ) -> Float[Tensor, " n"]:
+        """KL of every mask."""
+
+        def loss(span: slice) -> Float[Tensor, " n"]:
+            return self.kl(rows[span], alpha[span], self.fill(rows[span]))
+
+        return torch.cat(list(in_parts(self.masked, len(rows), self.part.tokens.shape[1], loss)))
 
     def gradient(
         self, alpha: Float[Tensor, "n n_edges"], rows: Int[Tensor, " n"]
     ) -> Float[Tensor, "n n_edges"]:
         """∂KL/∂α of every mask."""
-        parts = []
-        for span in spans(self.masked, len(rows), self.part.tokens.shape[1]):
+
+        def slope(span: slice) -> Float[Tensor, "n n_edges"]:
             leaf = alpha[span].detach().requires_grad_()
-            self.kl(rows[span], leaf, self.fill(rows[span])).sum().backward()
-            parts.append(leaf.grad)
-        return torch.cat(parts)
+            loss = self.kl(rows[span], leaf, self.fill(rows[span])).sum()
+            return torch.autograd.grad(loss, leaf)[0]
+
+        return torch.cat(list(in_parts(self.masked, len(rows), self.part.tokens.shape[1], slope)))
 
     def estimate(self, how: str, rng: torch.Generator) -> Float[Tensor, " n_edges"]:
         """One estimate of all slopes from `masks` runs."""
@@ -114,8 +128,7 @@ class Slopes:
         u = uniform(n, len(theta), rng)
         if how == "importance":
             kept = (u < theta.detach()).float()
-            with torch.no_grad():
-                loss = self.kl(rows, kept, self.fill(rows))
+            loss = self.losses(kept, rows)
             return ((kept / theta - (1 - kept) / (1 - theta)) * loss[:, None]).mean(0).detach()
         if how == "ugs":
             alpha = normalise(draw(theta, u, window(theta)))

@@ -29,10 +29,10 @@ from oa_utils.search.shared import (
     EVALUATION_BATCH,
     Method,
     add_gradients,
-    at_once,
     batch_of,
     check_search,
     edge_mask,
+    in_parts,
     scaled_rate,
     whole,
 )
@@ -136,8 +136,8 @@ def measure(
         prompts = part[rows]
         return metrics.distance(metric, full[span], logp, prompts.right, prompts.wrong).cpu()
 
-    size = min(EVALUATION_BATCH, at_once(masked, len(part), part.tokens.shape[1]))
-    return torch.cat(list(machine.in_spans(len(part), size, distance)))
+    n, length = part.tokens.shape
+    return torch.cat(list(in_parts(masked, n, length, distance, EVALUATION_BATCH)))
 
 
 def shuffled(n: int, batch: int, step: int, seed: int) -> Int[Tensor, " b"]:
@@ -227,8 +227,8 @@ class ConstantsTrainer:
             logp = self.masked(*tokens, self.mask.float()[None], self.constants, skip_dead=True)
             return stats.kl(self.full[some], logp).sum() / len(rows)
 
-        size = at_once(self.masked, len(rows), self.part.tokens.shape[1])
-        add_gradients(len(rows), size, loss, self.constants)
+        length = self.part.tokens.shape[1]
+        add_gradients(self.masked, len(rows), length, loss, self.constants)
         self.optimiser.step()
         self.step += 1
 

@@ -24,7 +24,6 @@ from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.search.shared import (
     add_gradients,
-    at_once,
     batch_of,
     check_price,
     check_search,
@@ -216,8 +215,8 @@ class Trainer:
             )
             return stats.kl(self.full[rows[at]], logp).sum() / len(which)
 
-        size = at_once(self.masked, len(which), tokens.shape[1])
-        return add_gradients(len(which), size, loss, [leaf, *(self.constants or ())])
+        inputs = [leaf, *(self.constants or ())]
+        return add_gradients(self.masked, len(which), tokens.shape[1], loss, inputs)
 
     def pruned(self, edges: Float[Tensor, "n n_edges"]) -> Float[Tensor, "n n_edges"]:
         """Masks without dangling edges; the filter carries no gradient."""

@@ -3,9 +3,9 @@ are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,8 @@ from oa_utils.fills import find_ablation
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.tasks import Task
+
+Value = TypeVar("Value")
 
 LEVELS = ("edge", "vertex")
 EVALUATION_BATCH = 64  # prompts measured at once
@@ -87,22 +89,29 @@ def batch_of(part: Task, rows: Int[Tensor, " b"]) -> tuple[Int[Tensor, "b pos"],
     return part.tokens[rows, : int(last.max()) + 1], last
 
 
-def at_once(masked: MaskedModel, n: int, length: int) -> int:
-    """How many of n examples fit into memory."""
-    return machine.micro_batch(n, masked.example_bytes(length))
-
-
-def spans(masked: MaskedModel, n: int, length: int, size: int | None = None) -> Iterator[slice]:
-    """Slices of n examples that fit into memory, at most `size` long."""
-    fits = at_once(masked, n, length)
-    step = fits if size is None else min(size, fits)
-    return (slice(i, min(i + step, n)) for i in range(0, n, step))
+def in_parts(
+    masked: MaskedModel,
+    n: int,
+    length: int,
+    compute: Callable[[slice], Value],
+    most: int | None = None,
+    desc: str = "",
+) -> Iterable[Value]:
+    """compute(span) of n examples of so many tokens, as many at once as fit into memory and at
+    most `most`; with a bar where it has a name."""
+    size = min(most or n, machine.micro_batch(n, masked.example_bytes(length)))
+    parts = machine.in_spans(n, size, compute)
+    return machine.progress(parts, total=-(-n // size), desc=desc) if desc else parts
 
 
 def add_gradients(
-    n: int, size: int, loss: Callable[[slice], Float[Tensor, ""]], inputs: Sequence[Tensor]
+    masked: MaskedModel,
+    n: int,
+    length: int,
+    loss: Callable[[slice], Float[Tensor, ""]],
+    inputs: Sequence[Tensor],
 ) -> float:
-    """The sum of the losses of n examples, `size` at once, with its gradients added at the
+    """The sum of the losses of n examples of so many tokens, with its gradients added at the
     inputs."""
 
     def slope(span: slice) -> tuple[float, tuple[Tensor | None, ...]]:
@@ -110,7 +119,7 @@ def add_gradients(
         return value.item(), torch.autograd.grad(value, inputs, allow_unused=True)
 
     total = 0.0
-    for value, gradients in machine.in_spans(n, size, slope):
+    for value, gradients in in_parts(masked, n, length, slope):
         total += value
         for to, gradient in zip(inputs, gradients, strict=True):
             if gradient is not None:
