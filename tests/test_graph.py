@@ -142,15 +142,16 @@ def test_gradients_pass_from_the_blocks_to_the_whole_mask():
     torch.testing.assert_close(mask.grad, 2 * mask.detach())
 
 
-def test_graphs_of_one_shape_are_one_key_and_travel_as_two_numbers():
-    other = Graph.of(SimpleNamespace(n_layers=3, n_heads=2))
+def test_graphs_of_one_shape_are_one_key_and_travel_as_their_shape():
+    other = Graph.of(SimpleNamespace(n_layers=3, n_heads=2, parallel=False))
     assert len(SMALL.src) == len(other.dst)  # both have cached something
     assert other == SMALL
     assert {SMALL: 1}[other] == 1
     assert Graph(2, 3) != SMALL
     rebuild, numbers = SMALL.__reduce__()  # what a worker is sent
     assert rebuild(*numbers) == SMALL
-    assert numbers == (SMALL.n_layers, SMALL.n_heads)
+    assert numbers == (SMALL.n_layers, SMALL.n_heads, False, "edge")
+    assert str(SMALL) == "Graph(n_layers=3, n_heads=2)"
     with pytest.raises(AttributeError):
         other.n_heads = 3
     with pytest.raises(ValueError, match="at least one layer"):
