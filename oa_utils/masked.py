@@ -27,7 +27,12 @@ from torch import Tensor
 from oa_utils.buffer import FillAtPositions, WriterBuffer
 from oa_utils.fills import Activations, Constants
 from oa_utils.graph import LEVELS, Graph
-from oa_utils.models import KeysValues, Layer, Model, Rotation, recording, rotate
+from oa_utils.models import Layer, Model, Rotation, recording, rotate
+
+
+FirstKeyValue = tuple[
+    Float[Tensor, "1 kv_head 1 d_head"], Float[Tensor, "1 kv_head 1 d_head"]
+]  # of a layer, at position 0
 
 
 class Queries(NamedTuple):
@@ -533,7 +538,7 @@ class MaskedLayers(MaskedModel):
         attn: Float[Tensor, "b 1 1 writer"],
         mlp: Float[Tensor, "b mlp_writer"],
         busy: list[Bool[Tensor, " reader"]] | None,
-        bos: KeysValues,
+        bos: FirstKeyValue,
         last: Int[Tensor, " batch"],
         everywhere: Queries,
         at_last: Queries,
@@ -565,7 +570,7 @@ class MaskedLayers(MaskedModel):
         self,
         i: int,
         x: Float[Tensor, "batch pos d"],
-        bos: KeysValues,
+        bos: FirstKeyValue,
         only: Int[Tensor, " batch"] | None,
     ) -> Float[Tensor, "batch query d"]:
         """What attention writes at positions 1.., or at one of them, over these and the clean
@@ -579,7 +584,7 @@ class MaskedLayers(MaskedModel):
         return self.model.layers[i].attn_out(z).to(self.dtype)
 
     @torch.no_grad()
-    def _bos(self, token: int) -> list[KeysValues]:
+    def _bos(self, token: int) -> list[FirstKeyValue]:
         """Keys and values of the clean position 0, as the model stores them."""
         if token not in self._clean_first:
             kept, record = recording("k", "v")

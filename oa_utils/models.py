@@ -38,8 +38,10 @@ Answer = TypeVar("Answer")
 FLOAT32_BOUND = 1e-4  # how far log-probabilities may be from Hugging Face's own
 HALF_BOUND = 0.02  # in half precision: of the largest, since rounding alone makes 0.2 nats of 25
 PROBE = 12  # tokens on which a model is compared with Hugging Face's own forward
+SKETCH_VOCAB = 64  # tokens of a random model that stands for another one
 # what families name differently, and the bridge has no name for
 ACTIVATIONS = ("act_fn", "act", "activation_fn")  # of an MLP
+NORMS_OF_SCORES = re.compile("[qk]_(layer)?norm")  # what they norm is loud, whatever the weights
 SCALES = ("scaling",)  # of an attention's scores; without: one over the root of a head's width
 SCORE_CAPS = ("attn_logit_softcapping",)  # of an attention
 LOGIT_CAPS = ("final_logit_softcapping",)  # of a configuration
@@ -426,11 +428,12 @@ class Model:
         return self.log_probs(column(resid, last)[:, 0])
 
     def log_probs(self, resid: Float[Tensor, "*any d"]) -> Float[Tensor, "*any vocab"]:
-        """Final norm, unembedding, log-softmax (in float32); call it on last positions only, it is
+        """Final norm, unembedding, log-softmax (in float32 at least); call it on last positions only, it is
         the dear part."""
         normed = self.bridge.ln_final.original_component(resid)
         logits = self.bridge.unembed.original_component(normed)
-        return soft_cap(logits.float(), self.logit_cap).log_softmax(-1)
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return soft_cap(exact, self.logit_cap).log_softmax(-1)
 
     def __call__(
         self,
@@ -563,6 +566,29 @@ def load_model(
     return model
 
 
+def sketch(name: str | Path) -> Model:
+    """A random model of the configuration behind a name: one layer of each type, the last twice,
+    and few tokens. What it can do, the model can."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(name).expanduser()
+    with _quiet():
+        source = str(folder) if folder.is_dir() else sources.locate(str(name))
+        try:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        except Exception as error:
+            raise ValueError(sources.why_not(str(name), source, error)) from error
+        types = getattr(config, "layer_types", None) or ["all alike"]
+        config.num_hidden_layers = 1 + max(types.index(layer_type) for layer_type in set(types)) + 1
+        if len(types) > 1:
+            config.layer_types = (types * 2)[: config.num_hidden_layers]
+        config.vocab_size = SKETCH_VOCAB
+        config.bos_token_id = config.eos_token_id = 1
+        config.pad_token_id = None
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return wrap(hf, name=str(name))
+
+
 def _refuse_gaps(name: str | Path, report: dict[str, Any]) -> None:
     """Weights that a folder lacks would be random ones: never load them."""
     for word in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -637,7 +663,11 @@ def _loud(hf: Any, probe: Int[Tensor, "1 pos"], gain: float | None = None) -> It
     if gain is None:
         spread = hf(probe).logits.float().std(-1).mean().item()
         gain = 2.0 ** min(6, max(0, math.ceil(-math.log2(max(spread, 1e-9)))))
-    norms = [module for module in hf.modules() if "Norm" in type(module).__name__]
+    norms = [
+        module
+        for name, module in hf.named_modules()
+        if "Norm" in type(module).__name__ and not NORMS_OF_SCORES.search(name)
+    ]
     handles = [
         norm.register_forward_hook(lambda module, given, normed: normed * gain) for norm in norms
     ]
