@@ -29,7 +29,6 @@ from oa_utils.fills import Activations, Constants
 from oa_utils.graph import LEVELS, Graph
 from oa_utils.models import Layer, Model, Rotation, recording, rotate
 
-
 FirstKeyValue = tuple[
     Float[Tensor, "1 kv_head 1 d_head"], Float[Tensor, "1 kv_head 1 d_head"]
 ]  # of a layer, at position 0
@@ -47,6 +46,16 @@ class Queries(NamedTuple):
 def select(x: Tensor, dim: int, index: Int[Tensor, " n"]) -> Tensor:
     """x at these indices, which are in order, so that all of them means x itself."""
     return x if len(index) == x.shape[dim] else x.index_select(dim, index)
+
+
+def example_floats(shape: Any, graph: Graph, length: int) -> int:
+    """About how many numbers one prompt of `length` tokens takes, forward and backward, in a model
+    of this shape (n_layers, n_heads, d_model, d_mlp, d_vocab)."""
+    writers = graph.n_vertices
+    readers = 3 * shape.n_heads + 1
+    floats = 2 * writers * shape.d_model + (shape.n_layers + 1) * readers * shape.d_model
+    floats += shape.n_layers * (8 * shape.d_mlp + 16 * shape.d_model)
+    return length * floats + 6 * shape.d_vocab + 3 * graph.n_edges
 
 
 class MaskedModel:
@@ -153,14 +162,7 @@ class MaskedModel:
         return length * model.dtype.itemsize * floats
 
     def example_bytes(self, length: int) -> int:
-        """About how many bytes one prompt of `length` tokens takes, forward and backward."""
-        model = self.model
-        writers = self.graph.n_vertices
-        readers = 3 * model.n_heads + 1
-        floats = 2 * writers * model.d_model + (model.n_layers + 1) * readers * model.d_model
-        floats += model.n_layers * (8 * model.d_mlp + 16 * model.d_model)
-        per_prompt = 6 * model.d_vocab + 3 * self.graph.n_edges
-        return self.dtype.itemsize * (length * floats + per_prompt)
+        return self.dtype.itemsize * example_floats(self.model, self.graph, length)
 
     # ---- fills
 

@@ -428,8 +428,8 @@ class Model:
         return self.log_probs(column(resid, last)[:, 0])
 
     def log_probs(self, resid: Float[Tensor, "*any d"]) -> Float[Tensor, "*any vocab"]:
-        """Final norm, unembedding, log-softmax (in float32 at least); call it on last positions only, it is
-        the dear part."""
+        """Final norm, unembedding, log-softmax (in float32 at least); call it on last positions
+        only, it is the dear part."""
         normed = self.bridge.ln_final.original_component(resid)
         logits = self.bridge.unembed.original_component(normed)
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -7,7 +7,6 @@ nothing and fails where a table is not current.
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,11 @@ import transformers
 from readme import write_parts
 
 import oa_utils as oa
+from oa_utils.masked import example_floats
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+COLUMNS = ("components", "edges", "vertices", "tracing", "lenses")
+TOKENS = 20  # of a prompt in the table of costs
+EXAMPLES = 12  # masks of a step, each on a prompt
 SMALL = {
     "vocab_size": 60,
     "hidden_size": 32,
@@ -92,12 +94,82 @@ FAMILIES = [
 ]
 
 
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
 def families() -> str:
-    """The table of what each family can do."""
-    return ""
+    """What each family can do, asked of a random model of it."""
+    rows = []
+    for family in FAMILIES:
+        answer = oa.supports(oa.wrap(family.make(), name=family.name))
+        instead = "whole layers" if answer.layers else "–"
+        marks = {name: "✓" if able else "–" for name, able in answer._asdict().items()}
+        marks |= {name: instead for name in ("edges", "vertices") if not getattr(answer, name)}
+        rows.append([family.name, family.models, *(marks[column] for column in COLUMNS)])
+    return table(["family", "models", *COLUMNS], rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"families": families}
+# ---- what circuits cost
+
+
+class Shape(NamedTuple):
+    name: str
+    n_layers: int
+    n_heads: int
+    d_model: int
+    d_mlp: int
+    d_vocab: int
+    d_head: int = 64
+    gated: bool = False
+    parallel: bool = False
+    measured: str = ""  # a step of EXAMPLES, where it was run
+
+
+SHAPES = [
+    Shape("GPT-2-small", 12, 12, 768, 3072, 50257, measured="1.5 s on one core, 0.75 GB"),
+    Shape("GPT-2-medium", 24, 16, 1024, 4096, 50257),
+    Shape("GPT-2-large", 36, 20, 1280, 5120, 50257),
+    Shape("GPT-2-XL", 48, 25, 1600, 6400, 50257),
+    Shape("Pythia-410m", 24, 16, 1024, 4096, 50304, parallel=True),
+    Shape(
+        "SmolLM2-135M", 30, 9, 576, 1536, 49152, gated=True, measured="2.8 s on two cores, 2.5 GB"
+    ),
+    Shape("Llama-3.2-1B", 16, 32, 2048, 8192, 128256, gated=True),
+    Shape("Llama-3.1-8B", 32, 32, 4096, 14336, 128256, d_head=128, gated=True),
+]
+
+
+def step_flops(shape: Shape, graph: oa.Graph) -> float:
+    """Of a UGS step, two for each multiply-add: a mixed edge costs its width forward and twice that
+    backward (to the writer and to α), what frozen weights multiply as much backward as forward."""
+    d, d_head = shape.d_model, shape.d_head
+    mixing = graph.n_edges * d
+    heads = 4 * shape.n_layers * shape.n_heads * d * d_head
+    scores = 2 * shape.n_layers * shape.n_heads * TOKENS * d_head
+    mlps = (3 if shape.gated else 2) * shape.n_layers * d * shape.d_mlp
+    unembedding = d * shape.d_vocab  # at the last token alone
+    by_token = 3 * mixing + 2 * (heads + scores + mlps)
+    return 2 * EXAMPLES * (TOKENS * by_token + 2 * unembedding)
+
+
+def costs() -> str:
+    """Edges, memory and arithmetic of a UGS step, by formula, beside what was measured."""
+    rows = []
+    for shape in SHAPES:
+        graph = oa.Graph.of(shape)
+        size = f"{shape.n_layers} × {shape.n_heads} × {shape.d_model:,}"
+        example = 4 * example_floats(shape, graph, TOKENS) / 1e6
+        flops = step_flops(shape, graph) / 1e12
+        row = [shape.name, size, f"{len(graph):,}", f"{example:,.0f} MB", f"{flops:.2g} TFLOP"]
+        rows.append([*row, shape.measured])
+    header = ["model", "layers × heads × width", "edges", "one example", "a step", "measured"]
+    return table(header, rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {"families": families, "costs": costs}
 
 
 if __name__ == "__main__":
