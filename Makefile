@@ -73,8 +73,8 @@ restore: $(READY) ## put what is published for a model into .oa/, so that runs g
 	@$(BIN)/python -c "from oa_utils import store; from oa_utils.paper.notebooks import name_of; \
 	  print(len(store.restore(name_of('$(MODEL)'))), 'files restored')"
 
-readme: $(READY) ## write the README's table of claims anew from what is published
-	@$(BIN)/python scripts/readme.py
+readme: $(READY) ## write the README's tables anew: of claims from what is published, of families and costs
+	@$(BIN)/python scripts/readme.py && $(BIN)/python scripts/families.py
 
 bench: $(READY) ## the speed bars (a quiet machine, please)
 	@for f in benchmarks/*.py; do echo "== $$f"; $(BIN)/python $$f; done

@@ -30,6 +30,7 @@ from oa_utils.search import (
 )
 from oa_utils.sites import Subspace, all_components
 from oa_utils.store import results
+from oa_utils.supports import supports
 from oa_utils.tasks import Task
 from oa_utils.texts import contexts, facts
 from oa_utils.tracing import trace, trace_prompt
@@ -64,6 +65,7 @@ __all__ = [
     "random_circuits",
     "results",
     "stats",
+    "supports",
     "sweep",
     "tasks",
     "trace",

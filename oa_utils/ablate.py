@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from oa_utils.circuits import Circuit
 from oa_utils.fills import Activations, Constants
-from oa_utils.models import Model, attend, rotate
+from oa_utils.models import Model, recording, rotate
 from oa_utils.sites import Site, Subspace, find
 
 Hook = Callable[..., Tensor | None]
@@ -69,16 +70,24 @@ def component_hook(site: Site, rows: Rows, columns: Columns) -> Hook:
     return replace
 
 
-def hook_name(site: Site) -> str:
+def hook_name(site: Site, model: Model) -> str:
     """The bridge's hook that holds a component's value."""
+    block = model.layers[site.layer]
     names = {
         "tok": "embed.hook_out",
         "embed": "blocks.0.hook_in",
         "z": f"blocks.{site.layer}.attn.hook_z",
+        "attn": f"blocks.{site.layer}.{'attn' if block.ln1_post is None else 'ln1_post'}.hook_out",
         "hidden": f"blocks.{site.layer}.mlp.out.hook_in",
-        "mlp": f"blocks.{site.layer}.mlp.hook_out",
+        "mlp": mlp_hook(model, site.layer),
     }
     return names[site.value]
+
+
+def mlp_hook(model: Model, layer: int) -> str:
+    """The bridge's hook that holds what an MLP writes."""
+    written_by = "mlp" if model.layers[layer].ln2_post is None else "ln2_post"
+    return f"blocks.{layer}.{written_by}.hook_out"
 
 
 # ---- circuits
@@ -94,6 +103,7 @@ class CircuitRun:
         self.model = model
         self.columns = columns
         self.fill = fill
+        self.graph = circuit.graph
         mask = circuit.mask.to(model.device, model.dtype)
         attn, mlp, out = circuit.graph.blocks(mask)
         self.kept = {"out": out}  # the edges of readers: all heads of a layer, an MLP, or the end
@@ -104,8 +114,10 @@ class CircuitRun:
     def hooks(self) -> list[tuple[str, Hook]]:
         listed: list[tuple[str, Hook]] = [("blocks.0.hook_in", self.begin)]
         for layer in range(self.model.n_layers):
-            listed.append((f"blocks.{layer}.attn.hook_z", self.heads_of(layer)))
-            listed.append((f"blocks.{layer}.mlp.hook_out", self.mlp_of(layer)))
+            whole = self.graph.level == "layer"
+            attention = self.attention_of(layer) if whole else self.heads_of(layer)
+            listed.append((f"blocks.{layer}.attn.hook_z", attention))
+            listed.append((mlp_hook(self.model, layer), self.mlp_of(layer)))
         last = self.model.n_layers - 1
         return [*listed, (f"blocks.{last}.hook_out", self.end)]
 
@@ -137,8 +149,9 @@ class CircuitRun:
     def read(self, reader: str) -> Float[Tensor, "batch pos *slots d"]:
         """What readers get; at position 0 all that was written."""
         alpha = self.kept[reader]
-        values = torch.stack(self.values, dim=-2)  # [batch pos writer d]
-        fills = torch.stack([fill.expand_as(values[..., 0, :]) for fill in self.fills], dim=-2)
+        n = alpha.shape[-1]  # the writers before the reader
+        values = torch.stack(self.values[:n], dim=-2)  # [batch pos writer d]
+        fills = torch.stack([fill.expand_as(values[..., 0, :]) for fill in self.fills[:n]], dim=-2)
         mixed = fills.sum(-2)
         slots = alpha.reshape(-1, alpha.shape[-1])
         kept = einsum(slots, values - fills, "slot w, b pos w d -> b pos slot d")
@@ -159,29 +172,55 @@ class CircuitRun:
             normed = block.ln1(self.read(f"a{layer}"))  # [batch pos 3 head d]
             qkv = einsum(normed, weights, "b pos s h d, s h d e -> s b h pos e")
             q, k, v = qkv + rearrange(bias, "s h e -> s 1 h 1 e")
-            rotation = self.model.rotation(self.positions[None])
-            q = rotate(q, rotation)
-            k = rotate(k, rotation)
+            rotation = block.rotary(self.positions[None])
+            q = rotate(block.norm_slot(q, "q"), rotation)
+            k = rotate(block.norm_slot(k, "k"), rotation)
             if layer in self.past:
                 k = torch.cat((self.past[layer][0], k), 2)
                 v = torch.cat((self.past[layer][1], v), 2)
             self.past[layer] = (k, v)
             places = torch.arange(k.shape[2], device=k.device)
-            z = attend(q, k, v, places <= self.positions[:, None])
+            z = block.attend(q, k, v, places <= self.positions[:, None])
             z = rearrange(z, "b h pos e -> b pos h e").reshape(value.shape)
             per_head = z.reshape(*z.shape[:2], self.model.n_heads, self.model.d_head)
             fill = self.filled("heads", per_head, layer)
             for head, W_O in enumerate(block.W_O):
                 self.write(per_head[:, :, head] @ W_O, fill[:, :, head] @ W_O)
-            self.biases = self.biases + block.b_O
+            if not block.parallel:
+                self.biases = self.biases + block.b_O
             return z
 
         return heads
 
+    def attention_of(self, layer: int) -> Hook:
+        """A whole attention layer, of which the bridge sees the heads."""
+        block = self.model.layers[layer]
+
+        def attention(value: Float[Tensor, "batch pos head d_head"], hook: Any = None) -> Tensor:
+            x = self.read(f"a{layer}")[:, :, 0, 0]
+            kept, keep = recording("k", "v")
+            positions = self.positions[None]
+            past = None
+            if layer in self.past:
+                room = (0, 0, 0, len(self.positions))
+                past = tuple(F.pad(earlier, room) for earlier in self.past[layer])
+            z = self.model.attention(layer, x, keep, positions=positions, past=past)
+            self.past[layer] = (kept["k"][layer], kept["v"][layer])
+            written = block.attn_out(z)
+            part = "attn" if isinstance(self.fill, Activations) else "heads"
+            fill = self.filled(part, written, layer)
+            self.write(written, fill if part == "attn" else fill[:, :, 0])
+            return z.reshape(value.shape)
+
+        return attention
+
     def mlp_of(self, layer: int) -> Hook:
         def mlp(value: Float[Tensor, "batch pos d"], hook: Any = None) -> Tensor:
-            written = self.model.layers[layer].mlp(self.read(f"m{layer}"))
+            block = self.model.layers[layer]
+            written = block.mlp(self.read(f"m{layer}"))
             self.write(written, self.filled("mlps", written, layer))
+            if block.parallel and self.graph.level == "edge":
+                self.biases = self.biases + block.b_O
             return written
 
         return mlp
@@ -221,7 +260,7 @@ def ablate(
                 raise ValueError(
                     f"constants of {site.name} have shape [P, {site.dim}], not {list(rows.shape)}"
                 )
-            hooks.append((hook_name(site), component_hook(site, rows, columns)))
+            hooks.append((hook_name(site, model), component_hook(site, rows, columns)))
     hf = model.bridge.original_model
     handle = hf.register_forward_pre_hook(columns.note, with_kwargs=True)
     try:

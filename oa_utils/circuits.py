@@ -63,10 +63,15 @@ class Circuit:
 
     @classmethod
     def from_edges(
-        cls, model: Model, edges: Iterable[Edge | str], method: str = "manual"
+        cls,
+        model: Model,
+        edges: Iterable[Edge | str],
+        method: str = "manual",
+        level: str = "edge",
     ) -> Circuit:
-        """A circuit of one's own, from edges or their names: `["embed->m0", "a0.h1->a3.h2<q>"]`."""
-        graph = Graph.of(model)
+        """A circuit of one's own, from edges or their names: `["embed->m0", "a0.h1->a3.h2<q>"]`,
+        at level "layer" `["embed->a0", "a0->m1"]`."""
+        graph = Graph.of(model, level)
         mask = graph.mask(edges)
         return cls(graph, mask, method, model=model.name, fingerprint=model.fingerprint)
 
@@ -104,10 +109,9 @@ class Circuit:
     def check(self, model: Model) -> None:
         """Raises if this circuit was found in another model; one without fingerprint fits every
         model of its shape."""
-        if self.graph != Graph.of(model):
-            raise ValueError(
-                f"this circuit belongs to {self.graph}, the model is {Graph.of(model)}"
-            )
+        graph = Graph.of(model, self.graph.level)
+        if self.graph != graph:
+            raise ValueError(f"this circuit belongs to {self.graph}, the model is {graph}")
         if self.fingerprint is not None and self.fingerprint != model.fingerprint:
             raise ValueError(
                 f"this circuit was found in {self.model} (fingerprint {self.fingerprint}), "
@@ -120,7 +124,7 @@ class Circuit:
         """Readable JSON, sealed by a hash: how it was found, then the names of its edges."""
         record = {
             "experiment": "circuit",
-            "graph": {"n_layers": self.graph.n_layers, "n_heads": self.graph.n_heads},
+            "graph": self.graph.shape,
             **{name: getattr(self, name) for name in HOW},
             "n_edges": self.n_edges,
             "edges": [str(edge) for edge in self.edges],
@@ -146,6 +150,10 @@ class Circuit:
         """The JSON that EAP-IG's `Graph.from_json` reads; without `scores` an edge scores 1 or
         0."""
         self.check(model)
+        if self.graph.level != "edge":
+            raise ValueError(
+                "files of EAP-IG and MIB are of heads; this circuit is of whole layers"
+            )
         if scores is None:
             scores = self.mask.float()
         inside = {*self.vertices, "out"}  # there, logits are always in
@@ -156,7 +164,8 @@ class Circuit:
             for edge, score, kept in rows
         }
         shape = {name: getattr(model, name) for name in ("n_layers", "n_heads", "d_model")}
-        record = {"cfg": {**shape, "parallel_attn_mlp": False}, "nodes": nodes, "edges": edges}
+        cfg = {**shape, "parallel_attn_mlp": self.graph.parallel}
+        record = {"cfg": cfg, "nodes": nodes, "edges": edges}
         store.write_bytes(Path(path), json.dumps(record, allow_nan=False).encode())
 
     @classmethod
@@ -172,6 +181,7 @@ class Circuit:
         record = store.read_json(Path(path))
         _check_mib(record, path, model)
         shape = {name: record["cfg"].get(name) for name in ("n_layers", "n_heads")}
+        shape["parallel"] = record["cfg"].get("parallel_attn_mlp", False)
         graph = _graph(shape, len(record["edges"]), path, model)
         edges = record["edges"]
         names = [name for name, info in edges.items() if info["in_graph"]]
@@ -225,11 +235,15 @@ def _from_record(record: dict[str, Any], path: str | Path, model: Model | None) 
 def _graph(shape: dict[str, Any], n_named: int, path: str | Path, model: Model | None) -> Graph:
     """The graph that a file names, refused before anything of its size is made if it is not the
     model's, or is no model's at all."""
-    if not all(type(n) is int and 0 < n <= LARGEST for n in shape.values()):
+    sizes = [shape["n_layers"], shape["n_heads"]]
+    if not all(type(n) is int and 0 < n <= LARGEST for n in sizes):
         raise store.BadFile(f"{path} is of {shape}, which is no model's graph")
-    graph = Graph(**shape)
-    if model is not None and graph != Graph.of(model):
-        raise ValueError(f"{path} belongs to {graph}, the model is {Graph.of(model)}")
+    try:
+        graph = Graph(**shape)
+    except (TypeError, ValueError) as error:
+        raise store.BadFile(f"{path} is of {shape}, which is no model's graph") from error
+    if model is not None and graph != Graph.of(model, graph.level):
+        raise ValueError(f"{path} belongs to {graph}, the model is {Graph.of(model, graph.level)}")
     if n_named > len(graph):
         raise store.BadFile(f"{path} names {n_named} edges, {graph} has {len(graph)}")
     return graph
@@ -244,8 +258,6 @@ def _check_mib(record: Any, path: str | Path, model: Model | None) -> None:
         parts = record["edges"].values()
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"{path} is not a circuit of EAP-IG or MIB: its parts are no objects")
-    if record["cfg"].get("parallel_attn_mlp"):
-        raise ValueError(f"{path}: attention and MLP in parallel give another graph than ours")
     for node in record["nodes"].values():
         if isinstance(node, dict) and not all(node.get("neurons", [])):
             raise ValueError(

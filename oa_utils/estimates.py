@@ -270,8 +270,8 @@ def linear_estimate(
 
 def _read(block: BlockValues, site: Site) -> Float[Tensor, "b pos d"]:
     """The stream that a component reads, normalised as it reads it."""
-    if site.stage == "behind":
-        return block.block.ln2(block.between)
+    if site.value in ("hidden", "mlp"):
+        return block.block.ln2(block.read_by_mlp)
     return block.block.ln1(block.before)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from oa_utils import machine
 from oa_utils.models import Model
-from oa_utils.sites import CleanPrompts, Site, find
+from oa_utils.sites import CleanPrompts, Site, attention_site, find
 from oa_utils.tasks import Task
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Constants(NamedTuple):
     """One value for each writer; with a leading axis P on each, position i uses row min(i, P-1)."""
 
     embed: Float[Tensor, "*P d"]
-    heads: Float[Tensor, "*P layer head d_head"]  # z before W_O, value bias included
+    # z before W_O, value bias included; of whole layers [… layer 1 d], what they write
+    heads: Float[Tensor, "*P layer head d_head"]
     mlps: Float[Tensor, "*P layer d"]
 
     def rows(self, index: Tensor | slice) -> Constants:
@@ -226,10 +227,13 @@ class Ablation(str):
 
 def _zero(site: Site, model: Model, means: MeansOf, family: str) -> Float[Tensor, "1 dim"]:
     """What is left of a head that read nothing is its value bias (the paper's numbers fold it into
-    b_O)."""
+    b_O), and of a whole attention layer what it writes of these."""
+    block = model.layers[site.layer]
     if site.value == "z":
-        bias = rearrange(model.layers[site.layer].b_V, "head e -> 1 (head e)")
+        bias = rearrange(block.b_V, "head e -> 1 (head e)")
         return bias[:, site.part].float()
+    if site.value == "attn":
+        return block.attn_out(block.b_V[None, None])[0].float()
     return torch.zeros(1, site.dim, device=model.device)
 
 
@@ -404,21 +408,24 @@ def edge_constants(masked: MaskedModel, task: Task, ablation: Ablation) -> Const
     start)."""
     key = ("constants", task.fingerprint, str(ablation))
     if key not in masked.kept:
-        masked.kept[key] = _edge_constants(masked.model, task, ablation)
+        masked.kept[key] = _edge_constants(masked, task, ablation)
     return masked.kept[key]
 
 
-def _edge_constants(model: Model, task: Task, ablation: Ablation) -> Constants:
+def _edge_constants(masked: MaskedModel, task: Task, ablation: Ablation) -> Constants:
+    model = masked.model
     values = TaskValues(model, task)
+    whole_layers = masked.graph.level == "layer"
     family = "shared" if ablation.trained else "position"
     rows = {}
     for layer in range(model.n_layers):
-        names = [f"a{layer}", f"m{layer}"] + (["embed"] if layer == 0 else [])
-        sites = [find(name, model) for name in names]
+        names = [f"m{layer}"] + (["embed"] if layer == 0 else [])
+        attention = attention_site(layer, model, written=whole_layers)
+        sites = [attention, *(find(name, model) for name in names)]
         rows |= values.constants(ablation, family, sites)
     z = torch.stack([rows[f"a{i}"] for i in range(model.n_layers)], 1)
     mlps = torch.stack([rows[f"m{i}"] for i in range(model.n_layers)], 1)
-    heads = rearrange(z, "P layer (head e) -> P layer head e", e=model.d_head)
+    heads = rearrange(z, "P layer (head e) -> P layer head e", e=masked.value_width)
     constants = Constants(rows["embed"], heads, mlps)
     if ablation.trained:  # one for all positions
         return Constants(*(part[0] for part in constants))

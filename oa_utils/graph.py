@@ -6,6 +6,9 @@ Readers: layer by layer the heads' q, the heads' k, the heads' v, the MLP; last 
 of a reader are one slice, one for each writer; all attention readers of a layer have the same
 writers, so they are one block `[3, n_heads, writers]`. Everything is index arithmetic: strings are
 made only for those who ask.
+
+In a graph of level "layer" whole attention layers (`a3`) stand in the heads' place and read once;
+where attention and MLP are `parallel`, an MLP has no edge from its own layer's attention.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 SLOTS = ("q", "k", "v")
+LEVELS = ("edge", "layer")  # of graphs: edges between heads and MLPs, or between whole layers
 
 
 class Edge(NamedTuple):
@@ -52,7 +56,7 @@ class Blocks(NamedTuple):
     """Views of a mask, reader by writer: what the masked model multiplies with."""
 
     attn: list[Tensor]  # for each layer [..., 3 (q k v), n_heads, writers before the layer]
-    mlp: list[Tensor]  # for each layer [..., writers before the MLP, this layer's heads included]
+    mlp: list[Tensor]  # for each layer [..., writers before the MLP, with those of attention]
     out: Tensor  # [..., all writers]
 
 
@@ -97,8 +101,15 @@ class Graph:
 
     n_layers: int
     n_heads: int
+    parallel: bool = False  # attention and MLP of a layer read the same stream
+    level: str = "edge"  # `layer`: whole attention layers are vertices, not heads
 
     def __post_init__(self):
+        if self.level not in LEVELS or type(self.parallel) is not bool:
+            raise ValueError(
+                f"a graph's level is one of {', '.join(LEVELS)} and parallel is true or false, "
+                f"got {self.level!r} and {self.parallel!r}"
+            )
         for n in (self.n_layers, self.n_heads):
             if type(n) is not int or n < 1:
                 raise ValueError(
@@ -107,27 +118,59 @@ class Graph:
                 )
 
     @classmethod
-    def of(cls, model) -> Graph:
-        return cls(model.n_layers, model.n_heads)
+    def of(cls, model, level: str = "edge") -> Graph:
+        return cls(model.n_layers, model.n_heads, model.parallel, level)
 
-    def __reduce__(
-        self,
-    ):  # caches stay at home: a worker gets two integers, not millions of indices
-        return Graph, (self.n_layers, self.n_heads)
+    @property
+    def shape(self) -> dict[str, int | bool | str]:
+        """What makes the graph again: a plain one is two numbers, as in files from before there
+        were others."""
+        numbers = {"n_layers": self.n_layers, "n_heads": self.n_heads}
+        if self.parallel:
+            numbers["parallel"] = True
+        if self.level != "edge":
+            numbers["level"] = self.level
+        return numbers
+
+    def __repr__(self) -> str:
+        return f"Graph({', '.join(f'{name}={value!r}' for name, value in self.shape.items())})"
+
+    def __reduce__(self):  # caches stay at home: a worker gets the shape, not millions of indices
+        return Graph, (self.n_layers, self.n_heads, self.parallel, self.level)
 
     # ---- sizes
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """How often a vertex of attention reads: a head three times, a whole layer once."""
+        return SLOTS if self.level == "edge" else ("",)
+
+    @property
+    def attention_writers(self) -> int:
+        """Vertices of attention in a layer: its heads, or one."""
+        return self.n_heads if self.level == "edge" else 1
 
     def writers_before(self, layer: int) -> int:
         """How many vertices write before `layer` reads, so also the index of its first head; at
         `n_layers`: all."""
-        return 1 + layer * (self.n_heads + 1)
+        return 1 + layer * (self.attention_writers + 1)
+
+    def mlp_writers(self, layer: int) -> int:
+        """How many vertices write before the MLP of a layer reads."""
+        return self.writers_before(layer) + (0 if self.parallel else self.attention_writers)
+
+    def layer_of(self, vertex: int) -> int:
+        """The layer of a head, attention layer or MLP by its index."""
+        return (vertex - 1) // (self.attention_writers + 1)
 
     @cached_property
     def _sizes(self) -> list[int]:
         """Edges in each block: attention and MLP of each layer, then out."""
-        before = [self.writers_before(layer) for layer in range(self.n_layers + 1)]
-        layers = [n for w in before[:-1] for n in (3 * self.n_heads * w, w + self.n_heads)]
-        return [*layers, before[-1]]
+        readers = len(self.slots) * self.attention_writers
+        sizes = []
+        for layer in range(self.n_layers):
+            sizes += [readers * self.writers_before(layer), self.mlp_writers(layer)]
+        return [*sizes, self.writers_before(self.n_layers)]
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -150,10 +193,15 @@ class Graph:
     def vertices(self) -> tuple[str, ...]:
         """`embed`, layer by layer the heads and the MLP, `out`: all but the last are the writers,
         in their order."""
-        layers = [
-            [*(f"a{i}.h{j}" for j in range(self.n_heads)), f"m{i}"] for i in range(self.n_layers)
-        ]
-        return ("embed", *(v for layer in layers for v in layer), "out")
+        names = ["embed"]
+        for layer in range(self.n_layers):
+            names += [*self.attention_vertices(layer), f"m{layer}"]
+        return (*names, "out")
+
+    def attention_vertices(self, layer: int) -> list[str]:
+        if self.level == "layer":
+            return [f"a{layer}"]
+        return [f"a{layer}.h{head}" for head in range(self.n_heads)]
 
     @cached_property
     def _vertex_index(self) -> dict[str, int]:
@@ -161,17 +209,18 @@ class Graph:
 
     def vertex_index(self, vertex: str) -> int:
         if vertex not in self._vertex_index:
-            layer = self.n_layers - 1
-            head = self.n_heads - 1
+            first = self.attention_vertices(0)[0]
+            last = self.attention_vertices(self.n_layers - 1)[-1]
             raise ValueError(
-                f"no vertex {vertex!r} here; vertices are embed, a0.h0 to a{layer}.h{head}, "
-                f"m0 to m{layer}, out"
+                f"no vertex {vertex!r} here; vertices are embed, {first} to {last}, "
+                f"m0 to m{self.n_layers - 1}, out"
             )
         return self._vertex_index[vertex]
 
     def is_head(self, vertex: str) -> bool:
         i = self.vertex_index(vertex)
-        return 0 < i < self.n_vertices - 1 and i % (self.n_heads + 1) != 0
+        is_attention = 0 < i < self.n_vertices - 1 and i % (self.attention_writers + 1) != 0
+        return is_attention and self.level == "edge"
 
     # ---- edges
 
@@ -187,9 +236,9 @@ class Graph:
         at = 0
         for layer in range(self.n_layers):
             w = self.writers_before(layer)
-            heads = self.vertices[w : w + self.n_heads]
-            sizes = {(head, slot): w for slot in SLOTS for head in heads}
-            sizes[f"m{layer}", ""] = w + self.n_heads
+            attention = self.attention_vertices(layer)
+            sizes = {(vertex, slot): w for slot in self.slots for vertex in attention}
+            sizes[f"m{layer}", ""] = self.mlp_writers(layer)
             for reader, n in sizes.items():
                 slices[reader] = slice(at, at + n)
                 at += n
@@ -214,8 +263,10 @@ class Graph:
             raise ValueError(f"an edge into {dst} has {need}; got slot {slot!r}")
         span = self.reader_slices[dst, slot]
         if i >= span.stop - span.start:
+            beside = self.parallel and self.layer_of(i) == self.layer_of(j) and i < j
+            why = " (attention and MLP of a layer are parallel)" if beside else ""
             raise ValueError(
-                f"no edge {src} -> {dst}: {dst} has read its input before {src} writes"
+                f"no edge {src} -> {dst}: {dst} has read its input before {src} writes{why}"
             )
         return span.start + i
 
@@ -228,8 +279,9 @@ class Graph:
         if kind == 1:
             return Edge(self.vertices[i], f"m{layer}")
         reader, src = divmod(i, self.writers_before(layer))
-        slot, head = divmod(reader, self.n_heads)
-        return Edge(self.vertices[src], f"a{layer}.h{head}", SLOTS[slot])
+        slot, vertex = divmod(reader, self.attention_writers)
+        dst = self.attention_vertices(layer)[vertex]
+        return Edge(self.vertices[src], dst, self.slots[slot])
 
     def mask(self, edges: Iterable[Edge | str]) -> Bool[Tensor, " n_edges"]:
         """True at these edges, which may be given by their names."""
@@ -251,8 +303,9 @@ class Graph:
         """Vertex index of the writer of every edge."""
         parts = []
         for layer in range(self.n_layers):
-            writers = torch.arange(self.writers_before(layer) + self.n_heads)
-            parts += [writers[: -self.n_heads].repeat(3 * self.n_heads), writers]
+            readers = len(self.slots) * self.attention_writers
+            parts.append(torch.arange(self.writers_before(layer)).repeat(readers))
+            parts.append(torch.arange(self.mlp_writers(layer)))
         return torch.cat([*parts, torch.arange(self.n_vertices - 1)])
 
     @cached_property
@@ -261,8 +314,9 @@ class Graph:
         parts = []
         for layer in range(self.n_layers):
             w = self.writers_before(layer)
-            mlp = w + self.n_heads
-            parts += [torch.arange(w, mlp).repeat_interleave(w).repeat(3), torch.full((mlp,), mlp)]
+            mlp = w + self.attention_writers
+            attention = torch.arange(w, mlp).repeat_interleave(w).repeat(len(self.slots))
+            parts += [attention, torch.full((self.mlp_writers(layer),), mlp)]
         return torch.cat([*parts, torch.full((self.n_vertices - 1,), self.n_vertices - 1)])
 
     @cached_property
@@ -277,9 +331,9 @@ class Graph:
         concatenation."""
         self._check_mask(mask)
         *layers, out = mask.split(self._sizes, dim=-1)
+        readers = (len(self.slots), self.attention_writers)
         attn = [
-            b.unflatten(-1, (3, self.n_heads, self.writers_before(i)))
-            for i, b in enumerate(layers[::2])
+            b.unflatten(-1, (*readers, self.writers_before(i))) for i, b in enumerate(layers[::2])
         ]
         return Blocks(attn, list(layers[1::2]), out)
 
@@ -305,20 +359,22 @@ class Graph:
         onward = out.clone()
         for layer in reversed(range(self.n_layers)):
             w = self.writers_before(layer)
-            m = w + self.n_heads  # the index of the layer's MLP
-            onward[:, :m] += mlp[layer] * (onward[:, m : m + 1] > 0)
-            heads = (onward[:, w:m] > 0).float().repeat(1, 3)[:, None]  # [batch, 1, 3 h]
+            m = w + self.attention_writers  # the index of the layer's MLP
+            onward[:, : self.mlp_writers(layer)] += mlp[layer] * (onward[:, m : m + 1] > 0)
+            # [batch, 1, slot h]
+            heads = (onward[:, w:m] > 0).float().repeat(1, len(self.slots))[:, None]
             onward[:, :w] += (heads @ attn[layer].flatten(1, 2))[:, 0]
         # leads to out; below, layer by layer, also: is reached from embed
         live = (onward > 0).float()
         for layer in range(self.n_layers):
             w = self.writers_before(layer)
-            m = w + self.n_heads
-            arrive = attn[layer].flatten(1, 2) @ live[:, :w, None]  # [batch, 3 h, 1]
-            live[:, w:m] *= arrive.unflatten(1, (3, -1)).sum((1, 3)) > 0
+            m = w + self.attention_writers
+            n = self.mlp_writers(layer)
+            arrive = attn[layer].flatten(1, 2) @ live[:, :w, None]  # [batch, slot h, 1]
+            live[:, w:m] *= arrive.unflatten(1, (len(self.slots), -1)).sum((1, 3)) > 0
             attn[layer].mul_(live[:, None, w:m, None] * live[:, None, None, :w])
-            live[:, m] *= (mlp[layer] * live[:, :m]).sum(-1) > 0
-            mlp[layer].mul_(live[:, :m] * live[:, m : m + 1])
+            live[:, m] *= (mlp[layer] * live[:, :n]).sum(-1) > 0
+            mlp[layer].mul_(live[:, :n] * live[:, m : m + 1])
         out.mul_(live)
         return keep
 

@@ -262,8 +262,10 @@ class AttentionLens(Lens):
         for block in range(layers[0], self.model.n_layers):
             started = sum(layer <= block for layer in layers)
             x = torch.cat([x, resid[len(x) : started]])  # those that start here join the others
-            x = x + torch.stack([outputs[i][block - layers[i]] for i in range(started)])
-            x = x + self.model.layers[block].mlp(x.to(self.model.dtype)).float()
+            between = x + torch.stack([outputs[i][block - layers[i]] for i in range(started)])
+            block_modules = self.model.layers[block]
+            read = block_modules.read_by_mlp(x, between)
+            x = between + block_modules.mlp(read.to(self.model.dtype)).float()
         return x
 
 

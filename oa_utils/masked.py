@@ -7,7 +7,11 @@ value − fill of every writer and mixes it.
 
 Two identities keep it fast. A LayerNorm ignores the mean of its input, so all writers are centred
 once and LayerNorm becomes RMSNorm; and a norm's scale commutes with the projection after it, so
-normalised inputs are never written out.
+normalised inputs are never written out. Models in half precision are computed in float32 here, but
+for their MLPs and the unembedding.
+
+`MaskedLayers`, which is `MaskedModel(model, level="layer")`, has whole attention layers in the
+heads' place. It calls the model's own blocks, so it is exact for every family.
 """
 
 from __future__ import annotations
@@ -15,22 +19,28 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from oa_utils.buffer import FillAtPositions, WriterBuffer
 from oa_utils.fills import Activations, Constants
-from oa_utils.graph import Graph
-from oa_utils.models import Layer, Model, Rotation, attend, recording, rotate
+from oa_utils.graph import LEVELS, Graph
+from oa_utils.models import Layer, Model, Rotation, recording, rotate
+
+FirstKeyValue = tuple[
+    Float[Tensor, "1 kv_head 1 d_head"], Float[Tensor, "1 kv_head 1 d_head"]
+]  # of a layer, at position 0
 
 
 class Queries(NamedTuple):
-    """Where queries stand: what they must not see, how they and the keys are turned."""
+    """Where queries stand: what they must not see, how they and the keys are turned in each
+    layer."""
 
     hidden: Float[Tensor, "b query key"]  # −∞ where a query must not look
-    rotation: Rotation | None
-    key_rotation: Rotation | None
+    rotation: list[Rotation | None]
+    key_rotation: list[Rotation | None]
 
 
 def select(x: Tensor, dim: int, index: Int[Tensor, " n"]) -> Tensor:
@@ -38,38 +48,73 @@ def select(x: Tensor, dim: int, index: Int[Tensor, " n"]) -> Tensor:
     return x if len(index) == x.shape[dim] else x.index_select(dim, index)
 
 
+def example_floats(shape: Any, graph: Graph, length: int) -> int:
+    """About how many numbers one prompt of `length` tokens takes, forward and backward, in a model
+    of this shape (n_layers, n_heads, d_model, d_mlp, d_vocab)."""
+    writers = graph.n_vertices
+    readers = 3 * shape.n_heads + 1
+    floats = 2 * writers * shape.d_model + (shape.n_layers + 1) * readers * shape.d_model
+    floats += shape.n_layers * (8 * shape.d_mlp + 16 * shape.d_model)
+    return length * floats + 6 * shape.d_vocab + 3 * graph.n_edges
+
+
 class MaskedModel:
     """A model with a mask on every edge of its graph; `masked(tokens, last, mask, fill)` are
-    log-probabilities."""
+    log-probabilities. At `level="layer"` the graph has whole attention layers and MLPs."""
 
-    def __init__(self, model: Model):
+    def __new__(cls, model: Model, level: str = "edge") -> MaskedModel:
+        return super().__new__(MaskedLayers if level == "layer" else MaskedModel)
+
+    def __init__(self, model: Model, level: str = "edge"):
         if not isinstance(model, Model):
             raise TypeError(
                 f"MaskedModel takes a model of oa.load_model, not {type(model).__name__}"
             )
-        if model.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"'{model.name}' is in {model.dtype}, where gaps of edges would be rounding; load "
-                "it with dtype=torch.float32"
-            )
+        if level not in LEVELS:
+            raise ValueError(f"level is one of {', '.join(LEVELS)}, not {level!r}")
         self.model = model
-        self.graph = Graph.of(model)
+        self.graph = Graph.of(model, level)
+        # constants and gradients in half precision would be rounding
+        self.dtype: torch.dtype = torch.promote_types(model.dtype, torch.float32)
+        self.kept: dict[tuple, Any] = {}  # fills that a search needs again and again
+        self._clean_first: dict[int, Any] = {}
+        self._read_weights()
+
+    def __repr__(self) -> str:
+        return f"MaskedModel({self.model.name!r}, {len(self.graph):,} edges)"
+
+    @property
+    def run_inputs(self) -> dict[str, str]:
+        """What names stored runs of this masked model beside model and settings."""
+        return {} if self.graph.level == "edge" else {"graph": self.graph.level}
+
+    # ---- weights
+
+    def _read_weights(self) -> None:
+        model = self.model
+        if not model.adds_up:
+            raise ValueError(
+                f"'{model.name}' has norms after attention and after the MLP: heads no longer add "
+                "up to what the layer writes, so the edge level has no exact form. A search over "
+                'whole attention layers and MLPs is exact: MaskedModel(model, level="layer")'
+            )
+        for layer in model.layers:
+            if any(len(norm.weight) != model.d_head for norm in layer.norms.values()):
+                raise ValueError(
+                    f"'{model.name}' norms queries and keys of all heads together, so heads have "
+                    'no inputs of their own; MaskedModel(model, level="layer") is exact'
+                )
         norm = model.layers[0].ln1
         self.centred = isinstance(norm, torch.nn.LayerNorm)
         self.eps: float = norm.eps if self.centred else norm.variance_epsilon
         folded = [self._fold(layer) for layer in model.layers]
         self.W_in = [weight for weight, _ in folded]
         self.b_in = [bias for _, bias in folded]
-        self.W_O = self.centre(torch.stack([layer.W_O for layer in model.layers])).contiguous()
-        self.b_O = self.centre(torch.stack([layer.b_O for layer in model.layers]))
-        self.kept: dict[tuple, Any] = {}  # fills that a search needs again and again
-        self._clean_first: dict[int, Tensor] = {}
+        W_O = torch.stack([layer.W_O for layer in model.layers]).to(self.dtype)
+        b_O = torch.stack([layer.b_O for layer in model.layers]).to(self.dtype)
+        self.W_O = self.centre(W_O).contiguous()
+        self.b_O = self.centre(b_O)
         self._check_norms()
-
-    def __repr__(self) -> str:
-        return f"MaskedModel({self.model.name!r}, {len(self.graph):,} edges)"
-
-    # ---- weights
 
     def centre(self, x: Tensor) -> Tensor:
         """Without its mean over the last axis, if the model's norms ignore that mean."""
@@ -79,10 +124,10 @@ class MaskedModel:
         self, layer: Layer
     ) -> tuple[Float[Tensor, "readers d d_head"], Float[Tensor, "readers 1 1 d_head"]]:
         """Projections of a layer's heads with the norm before them folded in, all but its scale."""
-        weight, bias = (part.flatten(0, 1) for part in layer.qkv_weights())
+        weight, bias = (part.flatten(0, 1).to(self.dtype) for part in layer.qkv_weights())
         if getattr(layer.ln1, "bias", None) is not None:
-            bias = bias + einsum(layer.ln1.bias, weight, "d, reader d e -> reader e")
-        weight = weight * layer.ln1.weight[:, None]
+            bias = bias + einsum(layer.ln1.bias.to(self.dtype), weight, "d, reader d e -> reader e")
+        weight = weight * layer.ln1.weight[:, None].to(self.dtype)
         return self.centre(weight.mT).mT.contiguous(), bias[:, None, None]
 
     def _check_norms(self) -> None:
@@ -91,11 +136,13 @@ class MaskedModel:
         model = self.model
         x = torch.linspace(-1, 2, model.d_model, device=model.device, dtype=model.dtype).sin()
         x = x[None, None]
+        tolerance = max(1e-3, 8 * torch.finfo(model.dtype).eps)
         for layer, weight, bias in zip(model.layers, self.W_in, self.b_in, strict=True):
             raw_weight, raw_bias = (part.flatten(0, 1) for part in layer.qkv_weights())
             wanted = layer.ln1(x) @ raw_weight + raw_bias[:, None]
-            folded = self._project(self.centre(x), weight) + bias
-            if not torch.allclose(folded[:, 0], wanted, rtol=1e-3, atol=1e-3):
+            folded = self._project(self.centre(x.to(self.dtype)), weight) + bias
+            wanted = wanted.to(self.dtype)
+            if not torch.allclose(folded[:, 0], wanted, rtol=tolerance, atol=tolerance):
                 kind = type(layer.ln1).__name__
                 raise ValueError(f"'{model.name}' has norms ({kind}) that MaskedModel cannot fold")
 
@@ -115,14 +162,7 @@ class MaskedModel:
         return length * model.dtype.itemsize * floats
 
     def example_bytes(self, length: int) -> int:
-        """About how many bytes one prompt of `length` tokens takes, forward and backward."""
-        model = self.model
-        writers = self.graph.n_vertices
-        readers = 3 * model.n_heads + 1
-        floats = 2 * writers * model.d_model + (model.n_layers + 1) * readers * model.d_model
-        floats += model.n_layers * (8 * model.d_mlp + 16 * model.d_model)
-        per_prompt = 6 * model.d_vocab + 3 * self.graph.n_edges
-        return model.dtype.itemsize * (length * floats + per_prompt)
+        return self.dtype.itemsize * example_floats(self.model, self.graph, length)
 
     # ---- fills
 
@@ -143,27 +183,40 @@ class MaskedModel:
             return self._fill_activations(fill, batch, length)
         raise TypeError(f"a fill is Constants or Activations, got {type(fill).__name__}")
 
-    def _fill_constants(self, fill: Constants, length: int) -> FillAtPositions:
+    @property
+    def value_width(self) -> int:
+        """Of a value of attention: a head's z."""
+        return self.model.d_head
+
+    def _rows_behind_first(
+        self, fill: Constants, length: int
+    ) -> tuple[
+        Float[Tensor, "p d"], Float[Tensor, "p layer head width"], Float[Tensor, "p layer d"]
+    ]:
+        """Constants at positions 1.., or one row for all of them."""
         model = self.model
         layers = model.n_layers
-        heads = model.n_heads
+        heads = self.graph.attention_writers
+        width = self.value_width
         d = model.d_model
         lead = tuple(fill.embed.shape[:-1])
-        wanted = ((*lead, d), (*lead, layers, heads, model.d_head), (*lead, layers, d))
+        wanted = ((*lead, d), (*lead, layers, heads, width), (*lead, layers, d))
         shapes = tuple(tuple(part.shape) for part in fill)
         if len(lead) > 1 or 0 in lead or shapes != wanted:
             raise ValueError(
                 f"Constants(embed, heads, mlps) of '{model.name}' have shapes [{d}], "
-                f"[{layers}, {heads}, {model.d_head}], [{layers}, {d}], or these with one leading "
+                f"[{layers}, {heads}, {width}], [{layers}, {d}], or these with one leading "
                 f"axis of positions on each; got {', '.join(map(str, shapes))}"
             )
-        parts = [part.to(model.device, model.dtype) for part in fill]
+        parts = [part.to(model.device, self.dtype) for part in fill]
         embed, z, mlps = parts if lead else [part[None] for part in parts]
-        if (
-            len(embed) > 1
-        ):  # row 0 is for position 0, which is never ablated, unless it is the only row
+        if len(embed) > 1:  # row 0 is for position 0, which is never ablated, unless it is alone
             at = torch.arange(1, length, device=embed.device).clamp(max=len(embed) - 1)
             embed, z, mlps = (part[at] for part in (embed, z, mlps))
+        return embed, z, mlps
+
+    def _fill_constants(self, fill: Constants, length: int) -> FillAtPositions:
+        embed, z, mlps = self._rows_behind_first(fill, length)
         embed = self.centre(embed)[None]
         mlps = rearrange(self.centre(mlps), "p layer d -> layer 1 p d")
         by_head = torch.einsum("plhe,lhed->lhpd", z, self.W_O)
@@ -182,7 +235,7 @@ class MaskedModel:
                 f"{wanted}, got {list(fill.heads.shape)}; fill.rows(index) selects or repeats "
                 "prompts"
             )
-        embed, heads, attn, mlps = (part[:, 1:].detach() for part in fill)
+        embed, heads, attn, mlps = (part[:, 1:].detach().to(self.dtype) for part in fill)
         attn = rearrange(self.centre(attn), "b p layer d -> layer b p d")
         mlps = rearrange(self.centre(mlps), "b p layer d -> layer b p d")
         z = rearrange(heads, "b p layer head e -> layer head b p e")
@@ -232,7 +285,7 @@ class MaskedModel:
         shape = (rows, batch, length - 1)
         wide = WriterBuffer(values, live, shape, self.eps, constants_everywhere).open()
         if live[0]:
-            embed = self.centre(self.model.embed(tokens)[:, 1:])
+            embed = self.centre(self.model.embed(tokens)[:, 1:].to(self.dtype))
             wide.write(0, (embed - values.embed)[None])
         bos = self._bos(int(tokens[0, 0]))
         everywhere, at_last = self._queries(length, last)
@@ -251,12 +304,12 @@ class MaskedModel:
                 )
         x = buffer.read(out[:, None])[0, :, 0]
         wide.token = buffer.token = None  # or graph and buffer would hold each other in memory
-        return self.model.log_probs(x)
+        return self.model.log_probs(x.to(self.model.dtype))
 
     def _live_of(self, buffer: WriterBuffer, i: int) -> tuple[Int[Tensor, " heads"], bool]:
         """The live heads of a layer, and whether its MLP lives."""
         before = self.graph.writers_before(i)
-        mlp = before + self.graph.n_heads
+        mlp = before + self.graph.attention_writers
         return buffer.live[before:mlp].nonzero()[:, 0], bool(buffer.live[mlp])
 
     def _copy_layer(self, buffer: WriterBuffer, i: int, wrote: FillAtPositions) -> None:
@@ -301,17 +354,22 @@ class MaskedModel:
             (q,), x = self._heads(buffer, i, "q", heads, attn, early, busy)
         fill = buffer.fill
         if len(heads):
-            z = self._attend(q, k, v, select(bos, 1, heads), queries)
+            z = self._attend(i, q, k, v, select(bos, 1, heads), queries)
             change = z - select(fill.z[i], 0, heads)
             buffer.write(before, change, select(self.W_O[i], 0, heads))
         buffer.base = buffer.base + fill.attn[i]
         if has_mlp:
-            late = buffer.read(mlp[:, None, before:], first=before)[0]
-            x = x[0] + fill.attn[i] + late
-            written = self.centre(self.model.layers[i].mlp(x))
+            x = x[0]
+            if not self.graph.parallel:
+                late = buffer.read(mlp[:, None, before:], first=before)[0]
+                x = x + fill.attn[i] + late
+            written = self.centre(self._mlp(i, x))
             buffer.write(before + self.graph.n_heads, (written - fill.mlps[i])[None])
         buffer.base = buffer.base + fill.mlps[i]
         return buffer
+
+    def _mlp(self, i: int, x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "batch pos d"]:
+        return self.model.layers[i].mlp(x.to(self.model.dtype)).to(self.dtype)
 
     def _heads(
         self,
@@ -341,16 +399,24 @@ class MaskedModel:
     def _queries(self, length: int, last: Int[Tensor, " batch"]) -> list[Queries]:
         """Queries at positions 1.., and queries at `last`."""
         keys = torch.arange(length, device=last.device)[None]
-        key_rotation = self.model.rotation(keys[:, 1:])
+        key_rotation = self._rotations(keys[:, 1:])
         places = []
         for position in (keys[:, 1:], last[:, None]):  # [1 or batch, query]
-            hidden = self.W_O.new_zeros(*position.shape, length)
+            hidden = torch.zeros(*position.shape, length, dtype=self.dtype, device=last.device)
             hidden.masked_fill_(keys[:, None] > position[..., None], -torch.inf)
-            places.append(Queries(hidden, self.model.rotation(position), key_rotation))
+            places.append(Queries(hidden, self._rotations(position), key_rotation))
         return places
+
+    def _rotations(self, positions: Int[Tensor, "b pos"]) -> list[Rotation | None]:
+        """How every layer turns queries or keys at these positions, computed once for all that
+        turn alike."""
+        layers = self.model.layers
+        turned = {rotary: rotary(positions) for rotary in {layer.rotary for layer in layers}}
+        return [turned[layer.rotary] for layer in layers]
 
     def _attend(
         self,
+        i: int,
         q: Float[Tensor, "h batch query d_head"],
         k: Float[Tensor, "h batch pos d_head"],
         v: Float[Tensor, "h batch pos d_head"],
@@ -358,12 +424,13 @@ class MaskedModel:
         queries: Queries,
     ) -> Float[Tensor, "h batch query d_head"]:
         """Every head's z, over positions 1.. and the clean position 0."""
-        q = _rotate(q, queries.rotation)
-        k = _rotate(k, queries.key_rotation)
+        layer = self.model.layers[i]
+        q = _rotate(layer.norm_slot(q, "q"), queries.rotation[i])
+        k = _rotate(layer.norm_slot(k, "k"), queries.key_rotation[i])
         first = bos[:, :, None, None].expand(-1, -1, k.shape[1], -1, -1)
         k = torch.cat((first[0], k), 2)
         v = torch.cat((first[1], v), 2)
-        return attend(q, k, v, queries.hidden)
+        return layer.attend(q, k, v, queries.hidden)
 
     @torch.no_grad()
     def _bos(self, token: int) -> Float[Tensor, "layer 2 head d_head"]:
@@ -376,7 +443,7 @@ class MaskedModel:
                 torch.stack([layer.per_head(kept[slot][i][0, :, 0]) for slot in "kv"])
                 for i, layer in enumerate(self.model.layers)
             ]
-            self._clean_first[token] = torch.stack(per_head)
+            self._clean_first[token] = torch.stack(per_head).to(self.dtype)
         return self._clean_first[token]
 
     @torch.no_grad()
@@ -389,8 +456,8 @@ class MaskedModel:
         live = out.clone()
         for i in reversed(range(self.graph.n_layers)):
             before = self.graph.writers_before(i)
-            m = before + self.graph.n_heads
-            live[:m] |= mlp[i] & live[m]
+            m = before + self.graph.attention_writers
+            live[: len(mlp[i])] |= mlp[i] & live[m]
             live[:before] |= attn[i][:, live[before:m]].any(0).any(0)
         return live, [block.any(-1).flatten() for block in attn]
 
@@ -421,7 +488,113 @@ class MaskedModel:
                 "prompts of one batch start with the same token (BOS), which stays clean; these "
                 "do not"
             )
-        return tokens.to(model.device), last.to(model.device), mask.to(model.device, model.dtype)
+        return tokens.to(model.device), last.to(model.device), mask.to(model.device, self.dtype)
+
+
+class MaskedLayers(MaskedModel):
+    """A masked model of whole attention layers and MLPs: an attention layer reads once, and its
+    value is what it writes into the stream, so `Constants.heads` are [n_layers, 1, d_model]."""
+
+    def _read_weights(self) -> None:
+        """None are needed: blocks are called as they are, and nothing is folded."""
+        self.centred = False
+        self.eps = 0.0
+
+    @property
+    def value_width(self) -> int:
+        """Of a value of attention: what a layer writes."""
+        return self.model.d_model
+
+    def example_bytes(self, length: int) -> int:
+        model = self.model
+        attention = 4 * model.n_heads * model.d_head + model.n_heads * length
+        by_layer = 8 * model.d_mlp + 20 * model.d_model + 2 * attention
+        floats = 4 * self.graph.n_vertices * model.d_model + model.n_layers * by_layer
+        per_prompt = 6 * model.d_vocab + 3 * self.graph.n_edges
+        return self.dtype.itemsize * (length * floats + per_prompt)
+
+    def _fill_constants(self, fill: Constants, length: int) -> FillAtPositions:
+        embed, attn, mlps = self._rows_behind_first(fill, length)
+        attn = rearrange(attn, "p layer 1 d -> layer 1 p d")
+        mlps = rearrange(mlps, "p layer d -> layer 1 p d")
+        of_layers = rearrange([attn, mlps], "v layer 1 p d -> (layer v) p d")
+        written = torch.cat((embed[None], of_layers))
+        z = attn[:, None]
+        parts = (part.detach() for part in (embed[None], z, attn, mlps))
+        return FillAtPositions(*parts, written)
+
+    def _copy_layer(self, buffer: WriterBuffer, i: int, wrote: FillAtPositions) -> None:
+        heads, has_mlp = self._live_of(buffer, i)
+        fill = buffer.fill
+        before = self.graph.writers_before(i)
+        if len(heads):
+            buffer.write(before, (wrote.attn[i] - fill.attn[i])[None])
+        if has_mlp:
+            buffer.write(before + 1, (wrote.mlps[i] - fill.mlps[i])[None])
+        buffer.base = buffer.base + fill.attn[i] + fill.mlps[i]
+
+    def _run_layer(
+        self,
+        wide: WriterBuffer,
+        i: int,
+        attn: Float[Tensor, "b 1 1 writer"],
+        mlp: Float[Tensor, "b mlp_writer"],
+        busy: list[Bool[Tensor, " reader"]] | None,
+        bos: FirstKeyValue,
+        last: Int[Tensor, " batch"],
+        everywhere: Queries,
+        at_last: Queries,
+    ) -> WriterBuffer:
+        """A layer's attention and MLP read, compute and write; the last layer does so at last
+        positions alone."""
+        before = self.graph.writers_before(i)
+        heads, has_mlp = self._live_of(wide, i)
+        x = wide.read(attn[:, 0])[0] if len(heads) else None
+        only = None
+        buffer = wide
+        if i == self.graph.n_layers - 1:
+            only = last
+            buffer = wide.at(last)
+        fill = buffer.fill
+        reads_first = self.graph.parallel and has_mlp
+        read = buffer.read(mlp[:, None])[0] if reads_first else None
+        if x is not None:
+            written = self._attention(i, x, bos, only)
+            buffer.write(before, (written - fill.attn[i])[None])
+        buffer.base = buffer.base + fill.attn[i]
+        if has_mlp:
+            read = buffer.read(mlp[:, None])[0] if read is None else read
+            buffer.write(before + 1, (self._mlp(i, read) - fill.mlps[i])[None])
+        buffer.base = buffer.base + fill.mlps[i]
+        return buffer
+
+    def _attention(
+        self,
+        i: int,
+        x: Float[Tensor, "batch pos d"],
+        bos: FirstKeyValue,
+        only: Int[Tensor, " batch"] | None,
+    ) -> Float[Tensor, "batch query d"]:
+        """What attention writes at positions 1.., or at one of them, over these and the clean
+        position 0."""
+        positions = torch.arange(1, 1 + x.shape[1], device=x.device)[None]
+        past = tuple(
+            F.pad(first, (0, 0, 0, x.shape[1])).expand(len(x), -1, -1, -1) for first in bos
+        )
+        x = x.to(self.model.dtype)
+        z = self.model.attention(i, x, positions=positions, past=past, only=only)
+        return self.model.layers[i].attn_out(z).to(self.dtype)
+
+    @torch.no_grad()
+    def _bos(self, token: int) -> list[FirstKeyValue]:
+        """Keys and values of the clean position 0, as the model stores them."""
+        if token not in self._clean_first:
+            kept, record = recording("k", "v")
+            first = torch.tensor([[token]], device=self.model.device)
+            self.model.run(self.model.embed(first), edit=record)
+            pairs = zip(kept["k"].values(), kept["v"].values(), strict=True)
+            self._clean_first[token] = list(pairs)
+        return self._clean_first[token]
 
 
 def _rotate(

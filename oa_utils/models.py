@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -32,12 +32,20 @@ Edit = Callable[[str, int, Tensor], Tensor]
 KeysValues = tuple[
     Float[Tensor, "batch kv_head place d_head"], Float[Tensor, "batch kv_head place d_head"]
 ]
-Rotation = tuple[Float[Tensor, "#batch pos d_head"], Float[Tensor, "#batch pos d_head"]]
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 FLOAT32_BOUND = 1e-4  # how far log-probabilities may be from Hugging Face's own
 HALF_BOUND = 0.02  # in half precision: of the largest, since rounding alone makes 0.2 nats of 25
+PROBE = 12  # tokens on which a model is compared with Hugging Face's own forward
+SKETCH_VOCAB = 64  # tokens of a random model that stands for another one
+# what families name differently, and the bridge has no name for
+ACTIVATIONS = ("act_fn", "act", "activation_fn")  # of an MLP
+NORMS_OF_SCORES = re.compile("[qk]_(layer)?norm")  # what they norm is loud, whatever the weights
+SCALES = ("scaling",)  # of an attention's scores; without: one over the root of a head's width
+SCORE_CAPS = ("attn_logit_softcapping",)  # of an attention
+LOGIT_CAPS = ("final_logit_softcapping",)  # of a configuration
+WINDOWS = ("sliding_window", "window_size")  # of a configuration: how far back a token can see
 # fields of a configuration that cannot change what a frozen model answers; all others are part of
 # its fingerprint, so that a new kind of model needs no entry here
 NO_PART_OF_THE_FORWARD = re.compile(
@@ -71,12 +79,67 @@ def attend(
     k: Float[Tensor, "a kv key d_head"],
     v: Float[Tensor, "a kv key width"],
     visible: Tensor | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Float[Tensor, "a b query width"]:
     """What queries read: of the keys up to their own place, or of those that `visible` lets them
-    see (as a bool, or as something added to the scores). Heads may share keys and values."""
-    return F.scaled_dot_product_attention(
-        q, k, v, visible, is_causal=visible is None, enable_gqa=k.shape[1] != q.shape[1]
-    )
+    see (as a bool, or as something added to the scores). Heads may share keys and values. Scores
+    are times `scale` (default: one over the root of d_head) and softly kept below `cap`."""
+    if cap is None:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            visible,
+            is_causal=visible is None,
+            scale=scale,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
+    group = q.shape[1] // k.shape[1]
+    k, v = (repeat(x, "a kv key e -> a (kv group) key e", group=group) for x in (k, v))
+    scores = einsum(q, k, "a b query e, a b key e -> a b query key")
+    scores = soft_cap(scores * (scale or q.shape[-1] ** -0.5), cap)
+    if visible is None:
+        visible = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    if visible.dtype == torch.bool:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    else:
+        scores = scores + visible
+    return scores.softmax(-1) @ v
+
+
+def soft_cap(x: Float[Tensor, "*any"], cap: float | None) -> Float[Tensor, "*any"]:
+    """Scores or logits, softly kept between −cap and cap; None caps nothing."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+class Rotation(NamedTuple):
+    """How rotary positions turn the first coordinates of queries and keys, pair by pair."""
+
+    cos: Float[Tensor, "#batch pos turned"]
+    sin: Float[Tensor, "#batch pos turned"]
+    neighbours: bool = False  # a pair are neighbours, not a coordinate of each half
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Where a layer's rotations come from: the model's own module, the attention's own table, or
+    nowhere. Layers that share one are equal."""
+
+    module: Any = None
+    layer_type: str | None = None  # where local and global layers turn at their own speeds
+    table: Any = None  # an attention that has sines and cosines by position
+    like: Tensor | None = field(default=None, compare=False)  # of the model's type, on its device
+
+    def __call__(self, positions: Int[Tensor, "batch pos"]) -> Rotation | None:
+        if self.table is not None:
+            both = self.table.embed_positions[positions]
+            both = repeat(both, "b pos (which pair) -> which b pos (pair two)", which=2, two=2)
+            return Rotation(both[1], both[0], neighbours=True)
+        if self.module is None:
+            return None
+        options = {} if self.layer_type is None else {"layer_type": self.layer_type}
+        return Rotation(*self.module(self.like, positions, **options))
 
 
 def rotate(
@@ -85,15 +148,24 @@ def rotate(
     """Queries or keys turned by their rotary positions; None turns nothing."""
     if rotation is None:
         return x
-    cos, sin = (part.unsqueeze(1) for part in rotation)
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        start = rotate(x[..., :turned], rotation)
+        return torch.cat((start, x[..., turned:]), dim=-1)
+    if rotation.neighbours:
+        left, right = rearrange(x, "b head pos (pair two) -> two b head pos pair", two=2)
+        across = rearrange([-right, left], "two b head pos pair -> b head pos (pair two)")
+    else:
+        left, right = x.chunk(2, dim=-1)
+        across = torch.cat((-right, left), dim=-1)
+    return x * cos + across * sin
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One block's own modules, and its attention weights head by head (k and v repeated where heads
-    share them)."""
+    """One block's own modules, its attention weights head by head (k and v repeated where heads
+    share them), and all in which families differ."""
 
     attn: Any
     ln1: Callable[[Tensor], Tensor]
@@ -104,6 +176,18 @@ class Layer:
     W_O: Float[Tensor, "head d_head d"]
     b_V: Float[Tensor, "head d_head"]
     b_O: Float[Tensor, " d"]
+    rotary: Rotary
+    ln1_post: Callable[[Tensor], Tensor] | None = None  # between attention and the stream
+    ln2_post: Callable[[Tensor], Tensor] | None = None  # between the MLP and the stream
+    norms: dict[str, Any] = field(default_factory=dict)  # of queries and keys, by slot
+    scale: float | None = None  # of scores, where it is not the usual one
+    cap: float | None = None  # of scores
+    parallel: bool = False  # attention and MLP read the same stream
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether what heads write adds up to what the layer writes."""
+        return self.ln1_post is None and self.ln2_post is None
 
     def qkv_weights(
         self,
@@ -126,12 +210,52 @@ class Layer:
         self, normed: Float[Tensor, "batch pos d"], slot: str
     ) -> Float[Tensor, "batch head pos d_head"]:
         """Queries, keys or values of a normalised stream (as many heads as the model stores)."""
-        flat = getattr(self.attn, slot).original_component(normed)
+        flat = self.norm_slot(getattr(self.attn, slot).original_component(normed), slot)
         return rearrange(flat, "b pos (head e) -> b head pos e", e=self.W_O.shape[1])
 
+    def norm_slot(self, x: Float[Tensor, "*any width"], slot: str) -> Float[Tensor, "*any width"]:
+        """Queries or keys as they are compared: normed where the family does so, head by head or
+        all heads of a token together."""
+        if slot not in self.norms:
+            return x
+        norm = self.norms[slot]
+        parts = rearrange(x, "... (part e) -> ... part e", e=len(norm.weight))
+        return rearrange(norm(parts), "... part e -> ... (part e)")
+
+    def attend(
+        self,
+        q: Float[Tensor, "a b query d_head"],
+        k: Float[Tensor, "a kv key d_head"],
+        v: Float[Tensor, "a kv key width"],
+        visible: Tensor | None = None,
+    ) -> Float[Tensor, "a b query width"]:
+        """What queries read, with the scale and cap of this layer's scores."""
+        return attend(q, k, v, visible, self.scale, self.cap)
+
+    def head_sum(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos d"]:
+        """What heads add up to, before a norm that may follow."""
+        return self.attn.o.original_component(rearrange(z, "b pos head e -> b pos (head e)"))
+
+    def attn_out(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos d"]:
+        """What attention writes into the stream."""
+        total = self.head_sum(z)
+        return total if self.ln1_post is None else self.ln1_post(total)
+
+    def read_by_mlp(
+        self, before: Float[Tensor, "*batch d"], between: Float[Tensor, "*batch d"]
+    ) -> Float[Tensor, "*batch d"]:
+        """Of the stream without and with the layer's attention in it, the one that its MLP
+        reads."""
+        return before if self.parallel else between
+
+    def mlp_written(self, hidden: Float[Tensor, "*batch d_mlp"]) -> Float[Tensor, "*batch d"]:
+        """What the MLP writes into the stream, of its neurons."""
+        total = self.mlp_out(hidden)
+        return total if self.ln2_post is None else self.ln2_post(total)
+
     def mlp(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """What the MLP writes on a stream that has the layer's attention in it."""
-        return self.mlp_out(self.mlp_hidden(self.ln2(x)))
+        """What the MLP writes into the stream, of the stream that it reads."""
+        return self.mlp_written(self.mlp_hidden(self.ln2(x)))
 
 
 @dataclass(eq=False, repr=False)
@@ -157,8 +281,8 @@ class Model:
         self.d_mlp: int = config.d_mlp
         self.d_vocab: int = config.d_vocab
         hf = self.bridge.original_model
-        window = getattr(hf.config, "sliding_window", None)
-        self.n_ctx: int = min(config.n_ctx, window or config.n_ctx)
+        self.n_ctx: int = min(config.n_ctx, _first_of(hf.config, WINDOWS) or config.n_ctx)
+        self.logit_cap: float | None = _first_of(hf.config, LOGIT_CAPS)
         weight = next(hf.parameters())
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
@@ -180,6 +304,16 @@ class Model:
             return self.as_loaded
         return store.fingerprint(self.as_loaded, fingerprint(hf))
 
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and MLP of a layer read the same stream."""
+        return self.layers[0].parallel
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether what the heads of every layer write adds up to what the layer writes."""
+        return all(layer.adds_up for layer in self.layers)
+
     # ---- from tokens to the stream
 
     def embed_tokens(self, tokens: Int[Tensor, "*batch pos"]) -> Float[Tensor, "*batch pos d"]:
@@ -191,20 +325,20 @@ class Model:
         attention."""
         if not hasattr(self.bridge, "pos_embed"):
             return x
-        positions = torch.arange(x.shape[1], device=x.device)
-        return x + self.bridge.pos_embed.original_component(positions)
+        learned = self.bridge.pos_embed.original_component
+        positions = torch.arange(x.shape[1], device=x.device) + getattr(learned, "offset", 0)
+        return x + F.embedding(positions, learned.weight)
 
     def embed(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d"]:
+        """What enters the first block; every prompt comes through here, so one that is too long
+        for the model's positions or for its sliding window ends here."""
+        if tokens.shape[1] > self.n_ctx:
+            raise ValueError(
+                f"prompts of {tokens.shape[1]} tokens, but '{self.name}' takes at most {self.n_ctx}"
+            )
         return self.add_positions(self.embed_tokens(tokens.to(self.device)))
 
     # ---- through the blocks
-
-    def rotation(self, positions: Int[Tensor, "batch pos"]) -> Rotation | None:
-        """Cosine and sine of the rotary positions, or None for models without."""
-        if not hasattr(self.bridge, "rotary_emb"):
-            return None
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return self.bridge.rotary_emb.original_component(like, positions)
 
     def attention(
         self,
@@ -228,7 +362,7 @@ class Model:
         normed = block.ln1(resid)
         if positions is None:
             positions = torch.arange(resid.shape[1], device=resid.device)[None]
-        rotation = self.rotation(positions)
+        rotation = block.rotary(positions)
         k = rotate(block.heads(normed, "k"), rotation)
         v = block.heads(normed, "v")
         if past is not None:
@@ -239,18 +373,12 @@ class Model:
         if only is not None:
             positions = positions.expand(len(resid), -1).gather(1, only[:, None])
             normed = column(normed, only)
-            rotation = self.rotation(positions)
+            rotation = block.rotary(positions)
         q = rotate(block.heads(normed, "q"), rotation)
         if visible is None and (past is not None or only is not None):
             key_places = torch.arange(k.shape[2], device=k.device)
             visible = (key_places <= positions[..., None])[:, None]  # [batch 1 query place]
-        return rearrange(attend(q, k, v, visible), "b head pos e -> b pos head e")
-
-    def attn_out(
-        self, layer: int, z: Float[Tensor, "batch pos head d_head"]
-    ) -> Float[Tensor, "batch pos d"]:
-        flat = rearrange(z, "b pos head e -> b pos (head e)")
-        return self.layers[layer].attn.o.original_component(flat)
+        return rearrange(block.attend(q, k, v, visible), "b head pos e -> b pos head e")
 
     def block(
         self,
@@ -266,9 +394,10 @@ class Model:
         z = edit("z", layer, self.attention(layer, resid, edit, only=only, **attention))
         if only is not None:
             resid = column(resid, only)
-        resid = resid + edit("attn", layer, self.attn_out(layer, z))
-        hidden = edit("hidden", layer, block.mlp_hidden(block.ln2(resid)))
-        return resid + edit("mlp", layer, block.mlp_out(hidden))
+        between = resid + edit("attn", layer, block.attn_out(z))
+        read = block.ln2(block.read_by_mlp(resid, between))
+        hidden = edit("hidden", layer, block.mlp_hidden(read))
+        return between + edit("mlp", layer, block.mlp_written(hidden))
 
     def run(
         self,
@@ -299,10 +428,12 @@ class Model:
         return self.log_probs(column(resid, last)[:, 0])
 
     def log_probs(self, resid: Float[Tensor, "*any d"]) -> Float[Tensor, "*any vocab"]:
-        """Final norm, unembedding, log-softmax (in float32); call it on last positions only, it is
-        the dear part."""
+        """Final norm, unembedding, log-softmax (in float32 at least); call it on last positions
+        only, it is the dear part."""
         normed = self.bridge.ln_final.original_component(resid)
-        return self.bridge.unembed.original_component(normed).float().log_softmax(-1)
+        logits = self.bridge.unembed.original_component(normed)
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return soft_cap(exact, self.logit_cap).log_softmax(-1)
 
     def __call__(
         self,
@@ -435,6 +566,29 @@ def load_model(
     return model
 
 
+def sketch(name: str | Path) -> Model:
+    """A random model of the configuration behind a name: one layer of each type, the last twice,
+    and few tokens. What it can do, the model can."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(name).expanduser()
+    with _quiet():
+        source = str(folder) if folder.is_dir() else sources.locate(str(name))
+        try:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        except Exception as error:
+            raise ValueError(sources.why_not(str(name), source, error)) from error
+        types = getattr(config, "layer_types", None) or ["all alike"]
+        config.num_hidden_layers = 1 + max(types.index(layer_type) for layer_type in set(types)) + 1
+        if len(types) > 1:
+            config.layer_types = (types * 2)[: config.num_hidden_layers]
+        config.vocab_size = SKETCH_VOCAB
+        config.bos_token_id = config.eos_token_id = 1
+        config.pad_token_id = None
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return wrap(hf, name=str(name))
+
+
 def _refuse_gaps(name: str | Path, report: dict[str, Any]) -> None:
     """Weights that a folder lacks would be random ones: never load them."""
     for word in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -460,7 +614,8 @@ def wrap(
 
     hf = hf.to(pick_device(device)).eval().requires_grad_(False)
     bos = bos_of(hf.config, tokenizer, name)
-    probe = (torch.arange(12, device=hf.device)[None] * 7 + bos) % hf.config.vocab_size
+    length = min(PROBE, _first_of(hf.config, WINDOWS) or PROBE)
+    probe = (torch.arange(length, device=hf.device)[None] * 7 + bos) % hf.config.vocab_size
     as_loaded = fingerprint(hf)  # before the bridge gives its own names to the weights
     with _loud(hf, probe) as gain:
         expected = hf(probe).logits.float().log_softmax(-1)
@@ -472,13 +627,9 @@ def wrap(
             bridge = build_bridge_from_module(
                 hf, kind, hf_config=hf.config, tokenizer=tokenizer if saved else None
             )
-        if getattr(bridge.cfg, "parallel_attn_mlp", False):
-            raise ValueError(
-                "its attention and MLP read the same stream side by side (parallel blocks)"
-            )
         frozen = bridge.eval().requires_grad_(False)
         model = Model(name, frozen, tokenizer, bos, machine.budget(budget), as_loaded)
-        model.layers = [_layer(block) for block in bridge.blocks]
+        model.layers = [_layer(bridge, block) for block in bridge.blocks]
         with _loud(hf, probe, gain):
             apart = _difference(model, probe, expected)
     except (
@@ -506,21 +657,25 @@ def wrap(
 
 @contextmanager
 def _loud(hf: Any, probe: Int[Tensor, "1 pos"], gain: float | None = None) -> Iterator[float]:
-    """A model with its norms turned up (by a power of two, so exactly back again) until its answers
+    """A model with its norms turned up (by a power of two, so nothing is rounded) until its answers
     differ by about one nat: with small weights, a wrong scale of attention or a cap on logits would
     hardly show."""
     if gain is None:
         spread = hf(probe).logits.float().std(-1).mean().item()
         gain = 2.0 ** min(6, max(0, math.ceil(-math.log2(max(spread, 1e-9)))))
-    norms = [module for module in hf.modules() if "Norm" in type(module).__name__]
-    parameters = [p for module in norms for p in module.parameters(recurse=False)]
-    for parameter in parameters:
-        parameter.mul_(gain)
+    norms = [
+        module
+        for name, module in hf.named_modules()
+        if "Norm" in type(module).__name__ and not NORMS_OF_SCORES.search(name)
+    ]
+    handles = [
+        norm.register_forward_hook(lambda module, given, normed: normed * gain) for norm in norms
+    ]
     try:
         yield gain
     finally:
-        for parameter in parameters:
-            parameter.div_(gain)
+        for handle in handles:
+            handle.remove()
 
 
 def _difference(
@@ -532,35 +687,70 @@ def _difference(
     layer = model.layers[0]
     z = model.attention(0, model.embed(probe))
     head_sum = torch.einsum("bphe,hed->bpd", z, layer.W_O) + layer.b_O
-    by_heads = (head_sum - model.attn_out(0, z)).abs().max().item()
+    by_heads = (head_sum - layer.head_sum(z)).abs().max().item()
     return max((got - expected).abs().max().item(), by_heads)
 
 
-def _layer(block: Any) -> Layer:
+def _first_of(thing: Any, names: Sequence[str], default: Any = None) -> Any:
+    """The first of these fields that a module or configuration has and that says something."""
+    values = (getattr(thing, name, None) for name in names)
+    return next((value for value in values if value is not None), default)
+
+
+def _layer(bridge: Any, block: Any) -> Layer:
     """Read one block through the bridge's names, which are the same for every family."""
     attn, mlp = block.attn, block.mlp
-    inner = getattr(mlp, "in").original_component
-    out = mlp.out.original_component
-    original = mlp.original_component
-    activation = getattr(original, "act_fn", None) or original.act
-    if hasattr(mlp, "gate"):
-        gate = mlp.gate.original_component
-
-        def hidden(x: Tensor) -> Tensor:
-            return activation(gate(x)) * inner(x)
-    else:
-
-        def hidden(x: Tensor) -> Tensor:
-            return activation(inner(x))
-
+    parts = {
+        name: module.original_component
+        for owner in (block, attn)
+        for name, module in owner.submodules.items()
+        if "ln" in name or "norm" in name
+    }
+    parallel = bool(getattr(bridge.cfg, "parallel_attn_mlp", False))
+    ln1 = parts.get("ln1", torch.nn.Identity())
+    ln2 = parts.get("ln2", ln1 if parallel else torch.nn.Identity())
     W_O = attn.W_O
     b_V = W_O.new_zeros(W_O.shape[:2])
     if attn.b_V is not None:
         b_V = repeat(attn.b_V, "kv e -> (kv group) e", group=len(W_O) // len(attn.b_V))
-    b_O = W_O.new_zeros(W_O.shape[2]) if attn.b_O is None else attn.b_O
-    ln1 = block.ln1.original_component
-    ln2 = block.ln2.original_component
-    return Layer(attn, ln1, ln2, hidden, out, len(W_O), W_O, b_V, b_O)
+    usual = W_O.shape[1] ** -0.5
+    scale = _first_of(attn.original_component, SCALES, usual)
+    return Layer(
+        attn,
+        ln1,
+        ln2,
+        _mlp_hidden(mlp),
+        mlp.out.original_component,
+        len(W_O),
+        W_O,
+        b_V,
+        W_O.new_zeros(W_O.shape[2]) if attn.b_O is None else attn.b_O,
+        _rotary(bridge, attn.original_component),
+        ln1_post=parts.get("ln1_post"),
+        ln2_post=parts.get("ln2_post"),
+        norms={slot: parts[f"{slot}_norm"] for slot in "qk" if f"{slot}_norm" in parts},
+        scale=None if math.isclose(scale, usual) else scale,
+        cap=_first_of(attn.original_component, SCORE_CAPS),
+        parallel=parallel,
+    )
+
+
+def _mlp_hidden(mlp: Any) -> Callable[[Tensor], Tensor]:
+    """An MLP's neurons, of the normalised stream."""
+    inner = getattr(mlp, "in").original_component
+    activation = _first_of(mlp.original_component, ACTIVATIONS)
+    if not hasattr(mlp, "gate"):
+        return lambda x: activation(inner(x))
+    gate = mlp.gate.original_component
+    return lambda x: activation(gate(x)) * inner(x)
+
+
+def _rotary(bridge: Any, attn: Any) -> Rotary:
+    if hasattr(bridge, "rotary_emb"):
+        module = bridge.rotary_emb.original_component
+        layer_type = attn.layer_type if hasattr(module, "layer_types") else None
+        return Rotary(module, layer_type, like=next(attn.parameters()).new_empty(0))
+    return Rotary(table=attn if hasattr(attn, "embed_positions") else None)
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:

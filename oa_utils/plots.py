@@ -26,7 +26,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from oa_utils import stats, store
 from oa_utils.circuits import COLOURS as SLOT_COLOURS
 from oa_utils.circuits import Circuit
-from oa_utils.graph import SLOTS
+from oa_utils.graph import SLOTS, Graph
 
 # Eight colours, each a step of 9 or 10 in lightness from the next, so that a grey print keeps them
 # apart; grey and lime lie between.
@@ -293,13 +293,13 @@ def draw(circuit: Circuit, ax: Axes | None = None, max_edges: int = 500) -> Axes
     layer's heads or MLP to each other's.
     """
     n_layers = circuit.graph.n_layers
-    n_heads = circuit.graph.n_heads
+    n_heads = circuit.graph.attention_writers
     if circuit.n_edges > max_edges:
         return _draw_blocks(circuit, ax)
     if ax is None:
         size = (0.5 * n_heads + 2, 0.5 * n_layers + 1.5)
         _, ax = plt.subplots(figsize=size, layout="constrained")
-    places = _places(n_layers, n_heads)
+    places = _places(circuit.graph)
     edges = circuit.edges
     n = max(len(edges), 1)
     width = np.clip(5 * n**-0.36, 0.5, 1.8)
@@ -339,13 +339,15 @@ def _draw_blocks(circuit: Circuit, ax: Axes | None) -> Axes:
     return ax
 
 
-def _places(n_layers: int, n_heads: int) -> dict[str, tuple[float, float]]:
+def _places(graph: Graph) -> dict[str, tuple[float, float]]:
     """Where each vertex stands."""
+    n_heads = graph.attention_writers
     middle = (n_heads - 1) / 2
-    places = {"embed": (middle, -1.2), "out": (middle, n_layers + 0.5)}
-    for layer in range(n_layers):
-        places |= {f"a{layer}.h{head}": (head, layer) for head in range(n_heads)}
-    places |= {f"m{layer}": (n_heads + 0.4, layer + 0.45) for layer in range(n_layers)}
+    places = {"embed": (middle, -1.2), "out": (middle, graph.n_layers + 0.5)}
+    for layer in range(graph.n_layers):
+        heads = enumerate(graph.attention_vertices(layer))
+        places |= {vertex: (head, layer) for head, vertex in heads}
+    places |= {f"m{layer}": (n_heads + 0.4, layer + 0.45) for layer in range(graph.n_layers)}
     return places
 
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from oa_utils.models import Model, attend, recording, rotate
+from oa_utils.models import Model, recording, rotate
 from oa_utils.tasks import Task
 
 
@@ -20,13 +20,13 @@ def patterns(
     kept, record = recording("resid", "k")
     model.run(model.embed(tokens), edit=record)
     length = tokens.shape[1]
-    rotation = model.rotation(torch.arange(length, device=model.device)[None])
+    positions = torch.arange(length, device=model.device)[None]
     units = torch.eye(length, dtype=model.dtype, device=model.device)
     weights = []
     for i, block in enumerate(model.layers):
-        q = rotate(block.heads(block.ln1(kept["resid"][i]), "q"), rotation)
+        q = rotate(block.heads(block.ln1(kept["resid"][i]), "q"), block.rotary(positions))
         k = kept["k"][i]
-        weights.append(attend(q, k, units.expand(*k.shape[:2], -1, -1)).cpu())
+        weights.append(block.attend(q, k, units.expand(*k.shape[:2], -1, -1)).cpu())
     return weights
 
 

@@ -2,8 +2,9 @@
 
 A component's value is read raw, nothing folded: a head's z stands before W_O with its value bias in
 it, a neuron is the MLP's hidden unit after the activation, `tok` is the token embedding without
-positions. Replacing a value changes the stream by (fill − value) · write. Position 0 (BOS) is the
-same for every prompt and is never replaced; neither is b_O.
+positions. Replacing a value changes the stream by (fill − value) · write, or, where a norm stands
+between, to what is written of the value with the fill in it. Position 0 (BOS) is the same for every
+prompt and is never replaced; neither is b_O.
 """
 
 import re
@@ -21,7 +22,14 @@ from oa_utils import machine, store
 from oa_utils.models import Model
 
 NAMES = {"head": "a{}.h{}", "mlp": "m{}", "attn": "a{}", "neuron": "m{}.n{}", "tok": "tok"}
-STAGES = {"tok": "before", "embed": "before", "z": "between", "hidden": "behind", "mlp": "behind"}
+STAGES = {
+    "tok": "before",
+    "embed": "before",
+    "z": "between",
+    "attn": "between",
+    "hidden": "behind",
+    "mlp": "behind",
+}
 KEPT_COPIES = 16  # a clean stream is kept where so many of it would fit into memory
 
 
@@ -40,10 +48,11 @@ class Site:
 
     name: str
     kind: str  # head, mlp, attn, neuron, tok, embed, subspace
-    value: str  # tok, embed, z, hidden or mlp: the field of BlockValues
+    value: str  # tok, embed, z, attn, hidden or mlp: the field of BlockValues
     layer: int
     part: slice
     basis: Float[Tensor, "dim k"] | None = None  # orthonormal columns
+    parallel: bool = False  # the layer's MLP does not read what its attention writes
 
     @property
     def dim(self) -> int:
@@ -53,7 +62,8 @@ class Site:
     def stage(self) -> str:
         """The stream that a change of the value is added to: before, between or behind attention
         and MLP."""
-        return STAGES[self.value]
+        stage = STAGES[self.value]
+        return "behind" if self.parallel and stage == "between" else stage
 
 
 def find(component: str | Subspace, model: Model) -> Site:
@@ -75,14 +85,22 @@ def find(component: str | Subspace, model: Model) -> Site:
         )
     if ".h" in name:
         head = slice(unit * model.d_head, (unit + 1) * model.d_head)
-        return Site(name, "head", "z", layer, head)
+        return Site(name, "head", "z", layer, head, parallel=model.parallel)
     if ".n" in name:
         return Site(name, "neuron", "hidden", layer, slice(unit, unit + 1))
     if name.startswith("a"):
-        return Site(name, "attn", "z", layer, slice(0, model.n_heads * model.d_head))
+        return attention_site(layer, model, written=not model.adds_up)
     if name.startswith("m"):
         return Site(name, "mlp", "mlp", layer, slice(0, model.d_model))
     return Site(name, name, name, 0, slice(0, model.d_model))
+
+
+def attention_site(layer: int, model: Model, written: bool) -> Site:
+    """A whole attention layer: all its heads' z, or what it writes, which is no sum of theirs where
+    a norm follows."""
+    value = "attn" if written else "z"
+    width = model.d_model if written else model.n_heads * model.d_head
+    return Site(f"a{layer}", "attn", value, layer, slice(0, width), parallel=model.parallel)
 
 
 def _subspace(subspace: Subspace, site: Site) -> Site:
@@ -145,18 +163,32 @@ class BlockValues:
         z = self.model.attention(self.layer, self.before)
         return rearrange(z, "b pos head e -> b pos (head e)")
 
+    def attention_of(self, z: Float[Tensor, "batch pos heads"]) -> Float[Tensor, "batch pos d"]:
+        """What attention writes, of the heads' z."""
+        heads = rearrange(z, "b pos (head e) -> b pos head e", e=self.model.d_head)
+        return self.block.attn_out(heads)
+
+    @cached_property
+    def attn(self) -> Float[Tensor, "batch pos d"]:
+        return self.attention_of(self.z)
+
     @cached_property
     def between(self) -> Float[Tensor, "batch pos d"]:
-        z = rearrange(self.z, "b pos (head e) -> b pos head e", e=self.model.d_head)
-        return self.before + self.model.attn_out(self.layer, z)
+        return self.before + self.attn
+
+    @property
+    def read_by_mlp(self) -> Float[Tensor, "batch pos d"]:
+        if self.block.parallel:
+            return self.before
+        return self.between
 
     @cached_property
     def hidden(self) -> Float[Tensor, "batch pos d_mlp"]:
-        return self.block.mlp_hidden(self.block.ln2(self.between))
+        return self.block.mlp_hidden(self.block.ln2(self.read_by_mlp))
 
     @cached_property
     def mlp(self) -> Float[Tensor, "batch pos d"]:
-        return self.block.mlp_out(self.hidden)
+        return self.block.mlp_written(self.hidden)
 
     @cached_property
     def behind(self) -> Float[Tensor, "batch pos d"]:
@@ -185,10 +217,24 @@ class BlockValues:
         if site.basis is not None:
             basis = site.basis.to(change)
             change = change @ basis @ basis.T
-        write = self.write(site)
-        if write is not None:
-            change = change @ write
+        if site.value in ("z", "hidden") and not self.block.adds_up:
+            change = self.written_change(site, change)
+        else:
+            write = self.write(site)
+            if write is not None:
+                change = change @ write
         return getattr(self, site.stage) + F.pad(change[:, 1:], (0, 0, 1, 0))
+
+    def written_change(
+        self, site: Site, change: Float[Tensor, "batch pos dim"]
+    ) -> Float[Tensor, "batch pos d"]:
+        """What a change of heads or neurons does to what their layer writes behind its norm."""
+        value = getattr(self, site.value)
+        right = value.shape[-1] - site.part.stop
+        changed = value + F.pad(change, (site.part.start, right))
+        if site.value == "z":
+            return self.attention_of(changed) - self.attn
+        return self.block.mlp_written(changed) - self.mlp
 
 
 class CleanPrompts:

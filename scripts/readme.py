@@ -6,6 +6,7 @@ where a part is not current.
 
 import re
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -63,9 +64,9 @@ PARTS = {
 }
 
 
-def current(text: str) -> str:
-    """The README with every part made anew."""
-    for name, make in PARTS.items():
+def current(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """The README with every one of these parts made anew."""
+    for name, make in parts.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         text, n = re.subn(pattern, lambda m, make=make: m[1] + make() + m[2], text, flags=re.DOTALL)
         if n != 1:
@@ -73,15 +74,15 @@ def current(text: str) -> str:
     return text
 
 
-def main() -> None:
+def write_parts(parts: Mapping[str, Callable[[], str]], check: bool) -> None:
+    """Writes these parts, or only checks that they are current."""
     before = README.read_text("utf-8")
-    after = current(before)
-    if "--check" in sys.argv[1:]:
-        if after != before:
-            sys.exit("README.md is not current: run `make readme`")
-    elif after != before:
+    after = current(before, parts)
+    if check and after != before:
+        sys.exit("README.md is not current: run `make readme`")
+    if after != before:
         README.write_text(after, "utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write_parts(PARTS, "--check" in sys.argv[1:])

@@ -125,3 +125,18 @@ def tiny():
     from oa_utils.models import load_model
 
     return load_model("tiny")
+
+
+def families_script():
+    """`scripts/families.py`, which has the list of model families."""
+    import importlib.util
+    import sys
+    from pathlib import Path
+
+    folder = Path(__file__).resolve().parent.parent / "scripts"
+    sys.path.insert(0, str(folder))  # it imports its neighbour
+    spec = importlib.util.spec_from_file_location("families", folder / "families.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    sys.path.remove(str(folder))
+    return script

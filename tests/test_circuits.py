@@ -23,10 +23,12 @@ class ModelLike(Model):
     """As much of a model as a circuit asks for."""
 
     fingerprint = "f1"
+    parallel = False
 
     def __init__(self, graph: Graph, name="toy", fingerprint="f1", d_model=8):
         self.n_layers = graph.n_layers
         self.n_heads = graph.n_heads
+        self.parallel = graph.parallel
         self.name = name
         self.fingerprint = fingerprint
         self.d_model = d_model

@@ -12,6 +12,11 @@ from oa_utils.graph import Edge, Graph
 
 SMALL = Graph(3, 2)
 GPT2 = Graph(12, 12)
+OTHERS = [
+    Graph(3, 2, parallel=True),
+    Graph(3, 2, level="layer"),
+    Graph(3, 2, parallel=True, level="layer"),
+]
 
 
 def kind(vertex: str) -> str:
@@ -85,7 +90,7 @@ def test_edges_only_go_to_later_vertices():
     assert Edge("a1.h0", "a1.h1", "q") not in SMALL.edges
 
 
-@pytest.mark.parametrize("graph", [Graph(1, 1), SMALL, Graph(2, 5)])
+@pytest.mark.parametrize("graph", [Graph(1, 1), SMALL, Graph(2, 5), *OTHERS])
 def test_position_iteration_index_and_tensors_name_the_same_edge(graph):
     edges = list(graph.edges)
     assert len(set(edges)) == len(edges) == len(graph) == len(graph.edges)
@@ -102,15 +107,39 @@ def test_position_iteration_index_and_tensors_name_the_same_edge(graph):
         graph.edges[len(graph)]
 
 
-def test_in_edges_of_a_reader_are_one_slice_and_all_slices_tile_the_mask():
+@pytest.mark.parametrize("graph", [SMALL, *OTHERS])
+def test_in_edges_of_a_reader_are_one_slice_and_all_slices_tile_the_mask(graph):
     at = 0
-    for (dst, slot), span in SMALL.reader_slices.items():
+    for (dst, slot), span in graph.reader_slices.items():
         assert span.start == at
-        assert {(edge.dst, edge.slot) for edge in SMALL.edges[span]} == {(dst, slot)}
-        writers = SMALL.vertices[: span.stop - span.start]
-        assert [edge.src for edge in SMALL.edges[span]] == list(writers)
+        assert {(edge.dst, edge.slot) for edge in graph.edges[span]} == {(dst, slot)}
+        writers = graph.vertices[: span.stop - span.start]
+        assert [edge.src for edge in graph.edges[span]] == list(writers)
         at = span.stop
-    assert at == len(SMALL)
+    assert at == len(graph)
+
+
+def test_a_parallel_graph_lacks_the_edges_from_a_layer_s_heads_to_its_own_mlp():
+    beside = [edge for edge in SMALL.edges if edge.dst == f"m{edge.src[1]}" and ".h" in edge.src]
+    parallel = Graph(3, 2, parallel=True)
+    assert len(beside) == 6
+    assert list(parallel.edges) == [edge for edge in SMALL.edges if edge not in beside]
+    assert parallel != SMALL and parallel.shape == SMALL.shape | {"parallel": True}
+    with pytest.raises(ValueError, match="attention and MLP of a layer are parallel"):
+        parallel.index("a1.h0->m1")
+
+
+def test_a_graph_of_whole_layers_has_an_edge_from_every_vertex_to_every_later_one():
+    graph = Graph(3, 2, level="layer")
+    assert graph.vertices == ("embed", "a0", "m0", "a1", "m1", "a2", "m2", "out")
+    assert {(edge.src, edge.dst) for edge in graph.edges} == {
+        (src, dst) for i, src in enumerate(graph.vertices) for dst in graph.vertices[i + 1 :]
+    }
+    assert not any(map(graph.is_head, graph.vertices))
+    with pytest.raises(ValueError, match="an edge into a1 has no slot"):
+        graph.index("embed->a1<q>")
+    with pytest.raises(ValueError, match="level is one of edge, layer"):
+        Graph(3, 2, level="vertex")
 
 
 def test_blocks_are_views_that_hold_each_edge_at_its_reader_and_writer():
@@ -142,15 +171,16 @@ def test_gradients_pass_from_the_blocks_to_the_whole_mask():
     torch.testing.assert_close(mask.grad, 2 * mask.detach())
 
 
-def test_graphs_of_one_shape_are_one_key_and_travel_as_two_numbers():
-    other = Graph.of(SimpleNamespace(n_layers=3, n_heads=2))
+def test_graphs_of_one_shape_are_one_key_and_travel_as_their_shape():
+    other = Graph.of(SimpleNamespace(n_layers=3, n_heads=2, parallel=False))
     assert len(SMALL.src) == len(other.dst)  # both have cached something
     assert other == SMALL
     assert {SMALL: 1}[other] == 1
     assert Graph(2, 3) != SMALL
     rebuild, numbers = SMALL.__reduce__()  # what a worker is sent
     assert rebuild(*numbers) == SMALL
-    assert numbers == (SMALL.n_layers, SMALL.n_heads)
+    assert numbers == (SMALL.n_layers, SMALL.n_heads, False, "edge")
+    assert str(SMALL) == "Graph(n_layers=3, n_heads=2)"
     with pytest.raises(AttributeError):
         other.n_heads = 3
     with pytest.raises(ValueError, match="at least one layer"):

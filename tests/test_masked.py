@@ -869,9 +869,3 @@ def test_the_memory_of_an_example_grows_with_its_length(models):
     masked = models["gpt2"]
     short = masked.example_bytes(5)
     assert 0 < short < masked.example_bytes(10) < 3 * short
-
-
-def test_half_precision_is_refused_by_its_name():
-    half = wrap(random_gpt2().to(torch.bfloat16), name="half")
-    with pytest.raises(ValueError, match="is in torch.bfloat16.*dtype=torch.float32"):
-        MaskedModel(half)

@@ -115,7 +115,7 @@ class Backwards:
         changed = (circuits[1:] != circuits[:-1]).any(1)
         changed = changed[changed.cumsum(0) <= k]
         gone = (~masks[len(changed)]).nonzero()[0, 0]  # edges are in the order of their readers
-        start = (int(self.graph.dst[gone]) - 1) // (self.graph.n_heads + 1)  # the lowest layer
+        start = self.graph.layer_of(int(self.graph.dst[gone]))  # the lowest layer
         measured = iter(self.gaps(circuits[1 : len(changed) + 1][changed], start))
         gaps = [current]
         for is_new in changed.tolist():

@@ -145,7 +145,13 @@ def eap_scores(masked: MaskedModel, task: Task, settings: EAPSettings) -> Float[
         return {"largest": scores.abs().max().item()}, {"scores": scores}
 
     result = store.run(
-        "search_eap", settings, compute, model=masked.model, task=task, version=VERSION
+        "search_eap",
+        settings,
+        compute,
+        model=masked.model,
+        task=task,
+        inputs=masked.run_inputs,
+        version=VERSION,
     )
     return result.tensors["scores"]
 

@@ -181,7 +181,7 @@ def estimator_errors(
         compute,
         model=masked.model,
         task=task,
-        inputs={"edges": edges, "theta": store.fingerprint(theta)},
+        inputs={"edges": edges, "theta": store.fingerprint(theta)} | masked.run_inputs,
         version=VERSION,
         key=f"{task.name}_{settings.ablation}",
     )

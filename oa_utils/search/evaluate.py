@@ -281,6 +281,11 @@ def gap(
     rule = find_ablation(ablation)
     model = masked.model
     circuit.check(model)
+    if circuit.graph != masked.graph:
+        raise ValueError(
+            f"this circuit is of {circuit.graph}, the masked model of {masked.graph}; make "
+            f"MaskedModel(model, level={circuit.graph.level!r})"
+        )
 
     def compute(snapshots: Snapshots) -> tuple[dict, dict[str, Tensor]]:
         numbers = {"method": circuit.method, "n_edges": circuit.n_edges, "curve": []}
@@ -309,7 +314,8 @@ def gap(
         compute,
         model=model,
         task=task,
-        inputs={"circuit": store.fingerprint(circuit.mask), "ablation": str(ablation)},
+        inputs={"circuit": store.fingerprint(circuit.mask), "ablation": str(ablation)}
+        | masked.run_inputs,
         version=VERSION,
         key=f"{circuit.method}_{circuit.n_edges}-edges_{ablation}",
     )
@@ -355,9 +361,9 @@ class Wanted(NamedTuple):
 
 
 @cache
-def _masked(model: Model) -> MaskedModel:
+def _masked(model: Model, level: str) -> MaskedModel:
     """A worker's masked model, made once."""
-    return MaskedModel(model)
+    return MaskedModel(model, level)
 
 
 def find_and_measure(
@@ -366,9 +372,10 @@ def find_and_measure(
     task: Task,
     options: Mapping[str, Mapping[str, Any]],
     gap_options: Mapping[str, Any],
+    level: str = "edge",
 ) -> dict[str, Any]:
     """One circuit, found and measured: a row of a sweep."""
-    masked = _masked(model)
+    masked = _masked(model, level)
     circuit = METHODS[wanted.method].search(masked, task, **wanted.arguments(options))
     delta = gap(masked, task, circuit, wanted.ablation, **gap_options)
     return {
@@ -466,7 +473,13 @@ def sweep(
     _check_sweep(masked, task, circuits, options, gap_options)
 
     def compute(_: Snapshots) -> dict:
-        one = partial(find_and_measure, task=task, options=options, gap_options=gap_options)
+        one = partial(
+            find_and_measure,
+            task=task,
+            options=options,
+            gap_options=gap_options,
+            level=masked.graph.level,
+        )
         return {"rows": models.each(one, masked.model, circuits, desc="circuits")}
 
     used = {wanted.method for wanted in circuits}
@@ -480,7 +493,8 @@ def sweep(
             "circuits": [list(wanted) for wanted in circuits],
             "options": {name: dict(given) for name, given in options.items() if name in used},
             "gap_options": dict(gap_options),
-        },
+        }
+        | masked.run_inputs,
         version=VERSION,
         key=f"{task.name}_n={len(task)}_{len(circuits)}-circuits",
     )
@@ -558,9 +572,10 @@ def _gap_of_one(
     item: tuple[str, str, list[int], str],
     task: Task,
     gap_options: Mapping[str, Any],
+    level: str = "edge",
 ) -> dict[str, Any]:
     ablation, kind, edges, method = item
-    masked = _masked(model)
+    masked = _masked(model, level)
     circuit = Circuit(masked.graph, edge_mask(masked.graph, edges), method)
     delta = gap(masked, task, circuit, ablation, **gap_options)
     return {
@@ -598,7 +613,8 @@ def against_random(
             for circuit in random_circuits(masked, row.n_edges, n, tolerance, own_seed):
                 edges = circuit.mask.nonzero()[:, 0].tolist()
                 items.append((row.ablation, "random", edges, "random"))
-        one = partial(_gap_of_one, task=task, gap_options=gap_options)
+        level = masked.graph.level
+        one = partial(_gap_of_one, task=task, gap_options=gap_options, level=level)
         return {"rows": models.each(one, masked.model, items, desc="random circuits")}
 
     result = store.run(
@@ -614,7 +630,8 @@ def against_random(
             "tolerance": tolerance,
             "seed": seed,
             "gap_options": dict(gap_options),
-        },
+        }
+        | masked.run_inputs,
         version=VERSION,
         key=f"{task.name}_n={n}",
     )

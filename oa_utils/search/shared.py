@@ -164,6 +164,7 @@ def stored_circuit(
         compute,
         model=masked.model,
         task=task,
+        inputs=masked.run_inputs,
         version=version,
         key=key,
     )
