@@ -15,7 +15,7 @@ from oa_utils.graph import Edge, Graph
 from oa_utils.labelled import labelled_sets
 from oa_utils.machine import choose
 from oa_utils.masked import MaskedModel
-from oa_utils.models import load_model, wrap
+from oa_utils.models import load_model
 from oa_utils.search import (
     acdc,
     against_random,
@@ -71,5 +71,4 @@ __all__ = [
     "trace",
     "trace_prompt",
     "ugs",
-    "wrap",
 ]

@@ -104,7 +104,7 @@ def families() -> str:
     """What each family can do, asked of a random model of it."""
     rows = []
     for family in FAMILIES:
-        answer = oa.supports(oa.wrap(family.make(), name=family.name))
+        answer = oa.supports(oa.models.wrap(family.make(), name=family.name))
         instead = "whole layers" if answer.layers else "–"
         marks = {name: "✓" if able else "–" for name, able in answer._asdict().items()}
         marks |= {name: instead for name in ("edges", "vertices") if not getattr(answer, name)}
