@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from oa_utils import store
+from oa_utils.fills import Constants
 from oa_utils.graph import Edge, Graph
 from oa_utils.models import Model
 
@@ -40,6 +41,7 @@ class Circuit:
     gap: float | None = None  # nats, under `ablation`
     model: str | None = None  # name; with the fingerprint it says whose circuit this is
     fingerprint: str | None = None
+    constants: Constants | None = None  # that a search under OA trained along; not in its file
 
     def __post_init__(self):
         mask = self.mask.detach().cpu()

@@ -14,7 +14,15 @@ from oa_utils.circuits import Circuit
 from oa_utils.fills import ABLATIONS, Ablation, edge_constants, edge_fill
 from oa_utils.graph import Edge
 from oa_utils.masked import MaskedModel
-from oa_utils.search import against_random, evaluate, gap, random_circuits, sweep, sweep_circuit
+from oa_utils.search import (
+    against_random,
+    evaluate,
+    gap,
+    random_circuits,
+    sweep,
+    sweep_circuit,
+    ugs,
+)
 from oa_utils.search.estimators import EstimatorSettings, Slopes, estimator_errors
 from oa_utils.store import Snapshots
 from oa_utils.tasks import Task
@@ -228,6 +236,20 @@ def test_what_is_left_of_a_long_training_is_told(dense, tmp_path, monkeypatch):
     assert "about 36 s" in told[0]
     trainer.announce(step_seconds=0.01, look_seconds=0.1)
     assert len(told) == 1, "what takes no time is not worth a word"
+
+
+def test_constants_of_the_search_are_a_start_of_their_own(dense):
+    task = make_task(dense.model)
+    circuit = ugs(dense, task, "optimal", lam=1e-2, steps=3, prompts=4, masks=2)
+    assert ugs(dense, task, lam=1e-2, steps=1, ablation="counterfactual").constants is None
+    untrained = {"steps": 0, "look_prompts": len(task.train)}
+    fresh = gap(dense, task, circuit, "optimal", **untrained)
+    warm = gap(dense, task, circuit, "optimal", circuit.constants, **untrained)
+    assert all(map(torch.equal, warm.constants, circuit.constants))
+    assert float(warm) != float(fresh)
+    assert float(gap(dense, task, circuit, "optimal", **untrained)) == float(fresh)
+    with pytest.raises(ValueError, match="'counterfactual' trains none"):
+        gap(dense, task, circuit, "counterfactual", circuit.constants)
 
 
 def test_a_resumed_training_keeps_its_best_constants(dense, tmp_path):

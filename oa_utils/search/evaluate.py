@@ -158,6 +158,7 @@ class ConstantsTrainer:
         ablation: str,
         settings: GapSettings,
         snapshots: Snapshots,
+        start: Constants | None = None,
     ):
         self.masked = masked
         self.mask = mask
@@ -166,10 +167,11 @@ class ConstantsTrainer:
         self.part = task.train
         self.full = self.part.log_probs(masked.model)
         self.seen = min(settings.look_prompts, len(self.part))
-        by_position = settings.family == "position"
-        start = ABLATIONS["mean"] if by_position else find_ablation(ablation)
-        means = edge_constants(masked, task, start)
-        self.constants = Constants(*(x.clone().requires_grad_() for x in means))
+        if start is None:
+            by_position = settings.family == "position"
+            rule = ABLATIONS["mean"] if by_position else find_ablation(ablation)
+            start = edge_constants(masked, task, rule)
+        self.constants = Constants(*(x.clone().requires_grad_() for x in start))
         # Adam's usual long memory would let the steep start slow all later steps
         self.optimiser = torch.optim.Adam(self.constants, lr=settings.rate, betas=(0.5, 0.9))
         self.best = self.constants.clone()
@@ -266,6 +268,7 @@ def gap(
     task: Task,
     circuit: Circuit,
     ablation: str = "counterfactual",
+    start: Constants | None = None,
     *,
     settings: GapSettings,
 ) -> Gap:
@@ -273,12 +276,15 @@ def gap(
     method.
 
     Under `optimal`, constants (one for each vertex) are trained afresh on the train part to the
-    least KL, starting from the means. `circuit.with_gap(gap(...)).save(path)` keeps what was
-    measured.
+    least KL, starting from the means, or from `start` (`circuit.constants` are those that a search
+    under OA trained along: a head start that other circuits do not have).
+    `circuit.with_gap(gap(...)).save(path)` keeps what was measured.
     """
     check_search(masked, task, ablation)
     metrics.check_metric(settings.metric, task)
     rule = find_ablation(ablation)
+    if start is not None and not rule.trained:
+        raise ValueError(f"constants to start from are for 'optimal': {ablation!r} trains none")
     model = masked.model
     circuit.check(model)
     if circuit.graph != masked.graph:
@@ -291,7 +297,9 @@ def gap(
         numbers = {"method": circuit.method, "n_edges": circuit.n_edges, "curve": []}
         tensors = {}
         if rule.trained:
-            trainer = ConstantsTrainer(masked, task, circuit.mask, ablation, settings, snapshots)
+            trainer = ConstantsTrainer(
+                masked, task, circuit.mask, ablation, settings, snapshots, start
+            )
             trainer.run()
             fills = [lambda rows: trainer.best]
             tensors = dict(trainer.best._asdict())
@@ -315,7 +323,8 @@ def gap(
         model=model,
         task=task,
         inputs={"circuit": store.fingerprint(circuit.mask), "ablation": str(ablation)}
-        | masked.run_inputs,
+        | masked.run_inputs
+        | ({} if start is None else {"start": store.fingerprint(list(start))}),
         version=VERSION,
         key=f"{circuit.method}_{circuit.n_edges}-edges_{ablation}",
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oa_utils import machine, store
 from oa_utils.circuits import Circuit
-from oa_utils.fills import find_ablation
+from oa_utils.fills import Constants, find_ablation
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.tasks import Task
@@ -128,7 +128,12 @@ def add_gradients(
 
 
 def as_circuit(
-    masked: MaskedModel, mask: Tensor, method: str, settings: Any, history: dict
+    masked: MaskedModel,
+    mask: Tensor,
+    method: str,
+    settings: Any,
+    history: dict,
+    constants: Constants | None = None,
 ) -> Circuit:
     options = asdict(settings)
     ablation = str(options.pop("ablation"))
@@ -143,6 +148,7 @@ def as_circuit(
         history,
         model=masked.model.name,
         fingerprint=masked.model.fingerprint,
+        constants=constants,
     )
 
 
@@ -172,7 +178,9 @@ def stored_circuit(
     if "theta" in result.tensors:
         history["theta"] = result.tensors["theta"].tolist()
     mask = edge_mask(masked.graph, result.numbers["edges"])
-    return as_circuit(masked, mask, method, settings, history)
+    parts = [result.tensors[name] for name in Constants._fields if name in result.tensors]
+    constants = Constants(*parts) if parts else None
+    return as_circuit(masked, mask, method, settings, history, constants)
 
 
 def edge_mask(graph: Graph, edges: list[int]) -> Bool[Tensor, " n_edges"]:
