@@ -153,9 +153,9 @@ class MaskedModel:
         tolerance = max(1e-3, 8 * torch.finfo(model.dtype).eps)
         for layer, weight, bias in zip(model.layers, self.W_in, self.b_in, strict=True):
             raw_weight, raw_bias = (part.flatten(0, 1) for part in layer.qkv_weights())
-            wanted = layer.ln1(x) @ raw_weight + raw_bias[:, None]
+            raw_weight, raw_bias = (part.to(self.dtype) for part in (raw_weight, raw_bias))
+            wanted = layer.ln1(x).to(self.dtype) @ raw_weight + raw_bias[:, None]
             folded = self._project(self.centre(x.to(self.dtype)), weight) + bias
-            wanted = wanted.to(self.dtype)
             if not torch.allclose(folded[:, 0], wanted, rtol=tolerance, atol=tolerance):
                 raise self._cannot_fold(layer.ln1)
 
@@ -175,6 +175,7 @@ class MaskedModel:
         return length * model.dtype.itemsize * floats
 
     def example_bytes(self, length: int) -> int:
+        """About how many bytes one prompt of `length` tokens takes, forward and backward."""
         return self.dtype.itemsize * example_floats(self.model, self.graph, length)
 
     # ---- fills

@@ -362,6 +362,8 @@ def test_runs_of_whole_layers_and_of_edges_do_not_take_each_other_s_place(tmp_pa
         assert vertex.graph == circuit.graph
     with pytest.raises(ValueError, match="level='layer'"):
         oa.gap(oa.MaskedModel(model), task, found["layer"], "mean")
+    with pytest.raises(ValueError, match='whole layers .* level="layer"'):
+        oa.ugs(oa.MaskedModel(model), task, level="layer")
     table = oa.sweep(
         oa.MaskedModel(model, "layer"), task, ["acdc"], ["counterfactual"], {"lam": [1e-4]}
     )
