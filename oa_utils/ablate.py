@@ -114,9 +114,7 @@ class CircuitRun:
     def hooks(self) -> list[tuple[str, Hook]]:
         listed: list[tuple[str, Hook]] = [("blocks.0.hook_in", self.begin)]
         for layer in range(self.model.n_layers):
-            whole = self.graph.level == "layer"
-            attention = self.attention_of(layer) if whole else self.heads_of(layer)
-            listed.append((f"blocks.{layer}.attn.hook_z", attention))
+            listed.append((f"blocks.{layer}.attn.hook_z", self.attention_of(layer)))
             listed.append((mlp_hook(self.model, layer), self.mlp_of(layer)))
         last = self.model.n_layers - 1
         return [*listed, (f"blocks.{last}.hook_out", self.end)]
@@ -164,6 +162,9 @@ class CircuitRun:
         self.values.append(value)
         self.fills.append(fill)
 
+    def attention_of(self, layer: int) -> Hook:
+        return self.whole_of(layer) if self.graph.level == "layer" else self.heads_of(layer)
+
     def heads_of(self, layer: int) -> Hook:
         block = self.model.layers[layer]
         weights, bias = block.qkv_weights()
@@ -192,7 +193,7 @@ class CircuitRun:
 
         return heads
 
-    def attention_of(self, layer: int) -> Hook:
+    def whole_of(self, layer: int) -> Hook:
         """A whole attention layer, of which the bridge sees the heads."""
         block = self.model.layers[layer]
 

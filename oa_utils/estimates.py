@@ -374,7 +374,7 @@ class EdgeRun(CircuitRun):
         self.begin(embed)
         heads = embed.new_empty(*embed.shape[:2], self.model.n_heads, self.model.d_head)
         for layer in range(self.model.n_layers):
-            self.heads_of(layer)(heads)
+            self.attention_of(layer)(heads)
             self.mlp_of(layer)(embed)
         return self.model.log_probs(column(self.end(embed), last.to(embed.device))[:, 0])
 

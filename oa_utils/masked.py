@@ -106,7 +106,9 @@ class MaskedModel:
                 )
         norm = model.layers[0].ln1
         self.centred = isinstance(norm, torch.nn.LayerNorm)
-        self.eps: float = norm.eps if self.centred else norm.variance_epsilon
+        if any(getattr(layer.ln1, "weight", None) is None for layer in model.layers):
+            raise self._cannot_fold(norm)
+        self.eps: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         folded = [self._fold(layer) for layer in model.layers]
         self.W_in = [weight for weight, _ in folded]
         self.b_in = [bias for _, bias in folded]
@@ -127,8 +129,20 @@ class MaskedModel:
         weight, bias = (part.flatten(0, 1).to(self.dtype) for part in layer.qkv_weights())
         if getattr(layer.ln1, "bias", None) is not None:
             bias = bias + einsum(layer.ln1.bias.to(self.dtype), weight, "d, reader d e -> reader e")
-        weight = weight * layer.ln1.weight[:, None].to(self.dtype)
+        weight = weight * self._norm_weight(layer.ln1)[:, None].to(self.dtype)
         return self.centre(weight.mT).mT.contiguous(), bias[:, None, None]
+
+    def _norm_weight(self, norm: Any) -> Float[Tensor, " d"]:
+        """What a norm multiplies with: its weight, or one more (Gemma)."""
+        if self.centred:
+            return norm.weight
+        of_ones = norm(torch.ones_like(norm.weight))
+        is_more = (of_ones - norm.weight).abs().max() > 0.5
+        return 1 + norm.weight if is_more else norm.weight
+
+    def _cannot_fold(self, norm: Any) -> ValueError:
+        kind = type(norm).__name__
+        return ValueError(f"'{self.model.name}' has norms ({kind}) that MaskedModel cannot fold")
 
     def _check_norms(self) -> None:
         """The folded norm must be the model's own: other kinds of norm are refused, not
@@ -139,12 +153,11 @@ class MaskedModel:
         tolerance = max(1e-3, 8 * torch.finfo(model.dtype).eps)
         for layer, weight, bias in zip(model.layers, self.W_in, self.b_in, strict=True):
             raw_weight, raw_bias = (part.flatten(0, 1) for part in layer.qkv_weights())
-            wanted = layer.ln1(x) @ raw_weight + raw_bias[:, None]
+            raw_weight, raw_bias = (part.to(self.dtype) for part in (raw_weight, raw_bias))
+            wanted = layer.ln1(x).to(self.dtype) @ raw_weight + raw_bias[:, None]
             folded = self._project(self.centre(x.to(self.dtype)), weight) + bias
-            wanted = wanted.to(self.dtype)
             if not torch.allclose(folded[:, 0], wanted, rtol=tolerance, atol=tolerance):
-                kind = type(layer.ln1).__name__
-                raise ValueError(f"'{model.name}' has norms ({kind}) that MaskedModel cannot fold")
+                raise self._cannot_fold(layer.ln1)
 
     def _project(
         self, x: Float[Tensor, "b p d"], weight: Float[Tensor, "readers d d_head"]
@@ -162,6 +175,7 @@ class MaskedModel:
         return length * model.dtype.itemsize * floats
 
     def example_bytes(self, length: int) -> int:
+        """About how many bytes one prompt of `length` tokens takes, forward and backward."""
         return self.dtype.itemsize * example_floats(self.model, self.graph, length)
 
     # ---- fills

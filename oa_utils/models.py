@@ -567,8 +567,8 @@ def load_model(
 
 
 def sketch(name: str | Path) -> Model:
-    """A random model of the configuration behind a name: one layer of each type, the last twice,
-    and few tokens. What it can do, the model can."""
+    """A random model of the configuration behind a name, of few tokens and of few layers (each type
+    that the configuration lists): what can be said of a model without its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(name).expanduser()
@@ -647,10 +647,9 @@ def wrap(
     bound = HALF_BOUND * expected.abs().max().item() if is_half else FLOAT32_BOUND
     if not apart < bound:
         raise ValueError(
-            f"'{name}' ({kind}) is not supported: rebuilt from blocks that add first attention "
-            "(the sum of its heads), then an MLP to one stream, its log-probabilities are off by "
-            f"{apart:.2g}, not below {bound:.2g} (parallel blocks, norms after attention, capped "
-            "logits and the like are not handled)"
+            f"'{name}' ({kind}) is not supported: rebuilt from its blocks, heads and MLPs, its "
+            f"log-probabilities are off by {apart:.2g}, not below {bound:.2g}, so it computes "
+            "something that is not read here (see 'A model family' in CONTRIBUTING.md)"
         )
     return model
 

@@ -72,6 +72,7 @@ FAMILIES = [
         GROUPED | {"original_max_position_embeddings": 64},
     ),
     Family("OPT", "OPT-125m, 1.3b to 66b", "OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    Family("Gemma", "Gemma 2b and 7b", "GemmaConfig", GROUPED | {"head_dim": 16}),
     Family("OLMo-2", "OLMo-2", "Olmo2Config", GROUPED),
     Family(
         "Gemma-2",

@@ -27,6 +27,7 @@ BUFFER = "test_buffer.py test_masked.py"
 CIRCUITS = "test_circuits.py test_hostile.py"
 STORE = "test_store.py test_hostile.py"
 MODELS = "test_models.py test_hostile.py"
+FAMILIES = "test_families.py"
 MACHINE = "test_machine.py"
 UGS = "test_properties.py test_search.py"
 SEARCH = "test_search.py"
@@ -35,12 +36,12 @@ KILLS = "test_kills.py"
 
 MUTANTS = [  # file, what stands there once, what is put in its place, tests
     ("graph.py", "keep = (mask > 0).float()", "keep = (mask > 0.5).float()", GRAPH),
-    ("graph.py", "(3, -1)).sum((1, 3)) > 0", "(3, -1))[:, 1:].sum((1, 3)) > 0", GRAPH),
+    ("graph.py", "slots), -1)).sum((1, 3)) > 0", "slots), -1))[:, 1:].sum((1, 3)) > 0", GRAPH),
     ("graph.py", "+= mlp[layer] * (onward[:, m : m + 1] > 0)", "+= mlp[layer]", GRAPH),
-    ("graph.py", "(mlp[layer] * live[:, :m]).sum(-1) > 0", "mlp[layer].sum(-1) > 0", GRAPH),
+    ("graph.py", "(mlp[layer] * live[:, :n]).sum(-1) > 0", "mlp[layer].sum(-1) > 0", GRAPH),
     ("graph.py", "return mask * keep.to(mask.dtype)", "return keep.to(mask.dtype)", GRAPH),
     ("graph.py", "if i >= span.stop - span.start:", "if i > span.stop - span.start:", GRAPH),
-    ("graph.py", 'f"a{layer}.h{head}", SLOTS[slot]', 'f"a{layer}.h{head}", SLOTS[2 - slot]', GRAPH),
+    ("graph.py", "dst, self.slots[slot])", "dst, self.slots[-1 - slot])", GRAPH),
     (
         "masked.py",
         "keys[:, None] > position[..., None]",
@@ -60,7 +61,7 @@ MUTANTS = [  # file, what stands there once, what is put in its place, tests
         "by_head.sum(1, keepdim=True)",
         MASKED,
     ),
-    ("masked.py", "x = x[0] + fill.attn[i] + late", "x = x[0] + late", MASKED),
+    ("masked.py", "x = x + fill.attn[i] + late", "x = x + late", MASKED),
     (
         "masked.py",
         "embed.detach(), z.detach(), attn.detach(), mlps.detach(),",
@@ -69,7 +70,9 @@ MUTANTS = [  # file, what stands there once, what is put in its place, tests
     ),
     ("masked.py", "if not 1 <= int(last.min())", "if not 0 <= int(last.min())", MASKED),
     ("masked.py", "if (tokens[:, 0] != tokens[0, 0]).any():", "if False:", MASKED),
-    ("masked.py", "if model.dtype not in (torch.float32, torch.float64):", "if False:", MASKED),
+    ("masked.py", "torch.promote_types(model.dtype, torch.float32)", "model.dtype", FAMILIES),
+    ("masked.py", 'layer.norm_slot(k, "k")', "k", FAMILIES),
+    ("sites.py", '"behind" if self.parallel and', '"behind" if False and', FAMILIES),
     (
         "buffer.py",
         "1 - mask if self.everywhere else (mask == 0).to(mask.dtype)",
@@ -118,10 +121,12 @@ MUTANTS = [  # file, what stands there once, what is put in its place, tests
     ("models.py", "    _refuse_gaps(name, report)\n", "", MODELS),
     (
         "models.py",
-        "original_component(normed).float().log_softmax",
-        "original_component(normed).log_softmax",
+        "logits.to(torch.promote_types(logits.dtype, torch.float32))",
+        "logits",
         MODELS,
     ),
+    ("models.py", "return before if self.parallel else between", "return between", FAMILIES),
+    ("models.py", "if tokens.shape[1] > self.n_ctx:", "if False:", FAMILIES),
     ("models.py", "gain = 2.0 ** min(", "gain = 1.0 ** min(", MODELS),
     (
         "models.py",

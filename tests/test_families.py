@@ -4,6 +4,7 @@ model, and what experiments rest on holds on all of them."""
 import copy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -361,6 +362,8 @@ def test_runs_of_whole_layers_and_of_edges_do_not_take_each_other_s_place(tmp_pa
         assert vertex.graph == circuit.graph
     with pytest.raises(ValueError, match="level='layer'"):
         oa.gap(oa.MaskedModel(model), task, found["layer"], "mean")
+    with pytest.raises(ValueError, match='whole layers .* level="layer"'):
+        oa.ugs(oa.MaskedModel(model), task, level="layer")
     table = oa.sweep(
         oa.MaskedModel(model, "layer"), task, ["acdc"], ["counterfactual"], {"lam": [1e-4]}
     )
@@ -470,6 +473,19 @@ def test_gaps_of_a_model_in_half_precision_are_within_two_percent(name, dtype):
         assert of_circuit.constants.embed.dtype == torch.float32
         gaps[model.name] = torch.tensor([*table.gap, of_circuit.mean])
     torch.testing.assert_close(gaps["half"], gaps["exact"], rtol=0.02, atol=1e-3)
+
+
+# ---- notebooks on another family
+
+
+def test_a_random_pythia_with_a_tokenizer_of_committed_texts_has_the_paper_s_task(tmp_path):
+    """`make notebooks MODEL=folder BUDGET=test` was run on it: 00, 01, 02, 04, 06 and 07."""
+    call = [sys.executable, Path(script.__file__).with_name("random_pythia.py"), tmp_path / "py"]
+    subprocess.run(call, check=True, capture_output=True)
+    model = oa.load_model(tmp_path / "py")
+    task = oa.tasks.ioi(model, n=48)
+    gaps = oa.component_gaps(model, task, ["a1.h0", "m1"], "mean").gap
+    assert model.parallel and (gaps > 0).all()
 
 
 # ---- what is supported, and the README

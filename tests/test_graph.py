@@ -250,7 +250,7 @@ def test_edges_of_several_masks_are_refused():
 
 
 @pytest.mark.parametrize("density", [0.02, 0.05, 0.1, 0.3, 0.8])
-@pytest.mark.parametrize("graph", [Graph(1, 1), SMALL, Graph(4, 4)])
+@pytest.mark.parametrize("graph", [Graph(1, 1), SMALL, Graph(4, 4), *OTHERS])
 def test_pruning_equals_brute_force_reachability(graph, density):
     masks = sparse_masks(graph, 20, density)
     pruned = graph.prune_dangling(masks)

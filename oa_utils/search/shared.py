@@ -72,7 +72,9 @@ def check_price(lam: float | str, level: str) -> None:
             f"lam is the price of one edge in nats and must be a number from 0 on, got {lam!r}"
         )
     if level not in LEVELS:
-        raise ValueError(f"level is one of {', '.join(LEVELS)}, not {level!r}")
+        whole = '; whole layers are searched in MaskedModel(model, level="layer")'
+        hint = whole if level == "layer" else ""
+        raise ValueError(f"level is one of {', '.join(LEVELS)}, not {level!r}{hint}")
 
 
 def check_size(n_edges: float, graph: Graph) -> None:
