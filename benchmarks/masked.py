@@ -42,7 +42,7 @@ def ugs_step(masked: MaskedModel, n: int, length: int) -> Callable[[], float]:
     settings = UGSSettings(prompts=n, masks=1)
     task = timing.random_task(masked.model, n, length)
     sampler = Uniform(masked.graph, settings)
-    snapshots = Snapshots(Path(timing.STORE.name) / "snapshots")
+    snapshots = Snapshots(Path(timing.STORE.name) / "snapshots", "bench")
     return Trainer(masked, task, settings, sampler, snapshots).advance
 
 
