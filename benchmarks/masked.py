@@ -51,8 +51,8 @@ def tokens_of(masked: MaskedModel, n: int, length: int) -> torch.Tensor:
 
 
 def draw_mask(graph, share: float, few_heads: bool) -> torch.Tensor:
-    """A mask with `share` of the edges left after pruning: drawn evenly, or half the edges among few
-    heads, as searches find them."""
+    """A mask with `share` of the edges left after pruning: drawn evenly, or half the edges among
+    few heads, as searches find them."""
     rng = torch.Generator().manual_seed(0)
     noise = torch.rand(1, len(graph), generator=rng)
     order = torch.rand(graph.n_vertices, generator=rng)

@@ -1,5 +1,5 @@
-"""A sweep of twelve small circuits on a Dask cluster of two workers on this machine, against the same
-sweep in one process: are the numbers the same, and what does the cluster cost?
+"""A sweep of twelve small circuits on a Dask cluster of two workers on this machine, against the
+same sweep in one process: are the numbers the same, and what does the cluster cost?
 
 Wall-clock seconds, since the work is in other processes. The overhead is what the cluster's time is
 above half of the single process's time, and above all of it: on a busy machine the former says

@@ -1,5 +1,5 @@
-"""What every benchmark shares: the clock, models and tasks of random weights and words, and the file
-that holds what was measured.
+"""What every benchmark shares: the clock, models and tasks of random weights and words, and the
+file that holds what was measured.
 
 Seconds are those of the processor on one thread, which do not count what other processes take. The
 sides of a ratio run in turn in one process, and the medians are compared.
