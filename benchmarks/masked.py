@@ -1,198 +1,160 @@
-"""Time and memory of the edge-masked model against its bars (GPT-2-small shape, random weights, 20
-tokens).
+"""What a step of UGS costs against a plain forward and backward, and how that grows.
 
-python benchmarks/masked.py [--threads 2] [--repeats 7] [--clock wall] [--plain]
-
-Plain = forward and backward of the Hugging Face model on the same batch, weight gradients on,
-logits at last positions only. Every ratio comes from one process that runs both sides in turn
-(median of the ratios' parts); memory is the peak of a fresh process that runs nothing but the
-masked side. On a busy machine use `--threads 1 --clock cpu`.
+GPT-2-small's shape, random weights. A step is the search's own (`Trainer.advance`): masks drawn and
+pruned, the masked model forward and backward, Adam. `--plain-buffer` takes the buffer in its plain
+form, to see what the fast one buys.
 """
 
-import argparse
 import json
-import resource
-import statistics
-import subprocess
 import sys
-import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import timing
+import torch
 
-# name: what, examples, share of edges, spread over all heads, against, bar, bar of memory in GB
-CASES = {
-    "step": ("one UGS step, 12 examples", 12, 1.0, True, "plain", 3.0, 3.0),
-    "step60": (
-        "one UGS step, 60 examples in micro-batches of 12",
-        60,
-        1.0,
-        True,
-        "step of 12",
-        5.5,
-        6.0,
-    ),
-    "found5": ("skip_dead, a circuit of 5 % of the edges", 12, 0.05, False, "plain", 1.5, 3.0),
-    "found1": ("skip_dead, a circuit of 1 % of the edges", 12, 0.01, False, "plain", 1.1, 3.0),
-    "spread5": ("skip_dead, 5 % of the edges, drawn evenly", 12, 0.05, True, "plain", 1.5, 3.0),
-    "spread1": ("skip_dead, 1 % of the edges, drawn evenly", 12, 0.01, True, "plain", 1.1, 3.0),
-    "apart5": (
-        "skip_dead, 5 % drawn evenly for each mask by itself",
-        12,
-        0.05,
-        None,
-        "plain",
-        1.5,
-        3.0,
-    ),
-    "apart1": (
-        "skip_dead, 1 % drawn evenly for each mask by itself",
-        12,
-        0.01,
-        None,
-        "plain",
-        1.1,
-        3.0,
-    ),
-}
+from oa_utils import masked as masked_module
+from oa_utils.fills import Constants
+from oa_utils.masked import MaskedModel
+from oa_utils.models import wrap
+from oa_utils.search.loop import Trainer
+from oa_utils.search.ugs import UGSSettings, Uniform
+from oa_utils.store import Snapshots
+
+GOAL = 1.6  # times the plain pass
+PLAIN = "plain forward and backward"
+BATCHES = (3, 6, 12, 24)
+LENGTHS = (10, 20, 40)
+LAYERS = (3, 6, 12)
+SHARES = (1.0, 0.3, 0.05, 0.01)
 
 
-def draw_masks(graph, n: int, share: float, spread: bool | None):
-    """Masks with `share` of the edges left after pruning; one that a search found keeps half the
-    edges of few heads."""
-    import torch
+@cache
+def gpt2(n_layers: int = 12):
+    """The Hugging Face model, and the masked model of the same weights."""
+    hf = timing.random_gpt2(n_layer=n_layers)
+    return hf, MaskedModel(wrap(timing.random_gpt2(n_layer=n_layers), device="cpu"))
 
-    shape = (n if spread is None else 1, len(graph))
-    noise, alpha = torch.rand(shape), (3 * torch.rand(n, len(graph)) - 0.2).clamp(0, 1)
-    heads, order = (
-        torch.tensor([graph.is_head(v) for v in graph.vertices]),
-        torch.rand(graph.n_vertices),
-    )
 
-    def masks(size: float):
-        if spread is not False:
-            return graph.prune_dangling((noise < size) * alpha)
-        chosen = ~heads | (order < size)
-        return graph.prune_dangling(((noise < 0.5) & chosen[graph.src] & chosen[graph.dst]) * alpha)
+def ugs_step(masked: MaskedModel, n: int, length: int) -> Callable[[], float]:
+    """A step on n prompts, one mask each, under optimal ablation."""
+    settings = UGSSettings(prompts=n, masks=1)
+    task = timing.random_task(masked.model, n, length)
+    sampler = Uniform(masked.graph, settings)
+    snapshots = Snapshots(Path(timing.STORE.name) / "snapshots", "bench")
+    return Trainer(masked, task, settings, sampler, snapshots).advance
 
-    low, high = 0.0, 1.0
+
+def tokens_of(masked: MaskedModel, n: int, length: int) -> torch.Tensor:
+    return timing.random_task(masked.model, n, length).train.tokens
+
+
+def draw_mask(graph, share: float, few_heads: bool) -> torch.Tensor:
+    """A mask with `share` of the edges left after pruning: drawn evenly, or half the edges among
+    few heads, as searches find them."""
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.rand(1, len(graph), generator=rng)
+    order = torch.rand(graph.n_vertices, generator=rng)
+    is_head = torch.tensor([graph.is_head(vertex) for vertex in graph.vertices])
+
+    def pruned(size: float) -> torch.Tensor:
+        if not few_heads:
+            return graph.prune_dangling(noise < size)
+        chosen = ~is_head | (order < size)
+        return graph.prune_dangling((noise < 0.5) & chosen[graph.src] & chosen[graph.dst])
+
+    low = 0.0
+    high = 1.0
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if (masks(middle) > 0).float().mean() < share else (low, middle)
-    return masks(high)
+        if pruned(middle).float().mean() < share:
+            low = middle
+        else:
+            high = middle
+    return pruned(high).float()
 
 
-def run(name: str, threads: int, repeats: int, clock: str, plain: bool, memory_only: bool) -> dict:
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+def masked_pass(masked: MaskedModel, mask: torch.Tensor) -> Callable[[], None]:
+    """Forward and backward to α and constants, dead vertices skipped."""
+    model = masked.model
+    tokens = tokens_of(masked, timing.PROMPTS, timing.LENGTH)
+    last = torch.full((len(tokens),), timing.LENGTH - 1)
+    shapes = ((model.d_model,), (model.n_layers, model.n_heads, model.d_head))
+    shapes += ((model.n_layers, model.d_model),)
+    fill = Constants(*(torch.zeros(shape, requires_grad=True) for shape in shapes))
+    alpha = mask.expand(len(tokens), -1).clone().requires_grad_()
 
-    from oa_utils import masked as masked_module
-    from oa_utils.fills import Constants
-    from oa_utils.masked import MaskedModel
-    from oa_utils.models import wrap
+    def run() -> None:
+        logp = masked(tokens, last, alpha, fill, skip_dead=True)
+        torch.autograd.grad(-logp[:, 0].mean(), [alpha, *fill])
 
-    if plain:  # the masked model with its plain buffer
-        from plain_buffer import PlainBuffer
+    return run
 
-        masked_module.WriterBuffer = PlainBuffer
 
-    _, n, share, spread, against, *_ = CASES[name]
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    now = time.perf_counter if clock == "wall" else time.process_time
-    masked = MaskedModel(wrap(GPT2LMHeadModel(GPT2Config()), device="cpu"))
-    graph = masked.graph
-    tokens, last = torch.randint(0, 50256, (n, 20)), torch.full((n,), 19)
-    tokens[:, 0] = masked.model.bos
-    theta = torch.ones(len(graph), requires_grad=True)
-    fill = Constants(
-        *(torch.zeros(s, requires_grad=True) for s in ((768,), (12, 12, 64), (12, 768)))
-    )
-    optimiser = torch.optim.Adam([theta, *fill])
-    given = None if share == 1 else draw_masks(graph, n, share, spread)
+def growth(name: str, sizes: tuple[int, ...], repeats: int, make: Callable) -> list[dict]:
+    """A row for each size, and one with the exponents of both sides."""
+    rows = []
+    for size in sizes:
+        spent = timing.in_turn(make(size), repeats)
+        line = timing.row(f"UGS step, {size} {name}", spent["ours"], spent["plain"], PLAIN)
+        rows.append(line | {"by": name, "size": size})
+    powers = {
+        side: timing.exponent(sizes, [line[side] for line in rows]) for side in ("ours", "base")
+    }
+    return [line | {"exponents": powers} for line in rows]
 
-    def loss(logp):
-        return -logp[:, 0].mean()
 
-    def step(n: int = n) -> None:
-        optimiser.zero_grad()
-        for rows in torch.arange(n).split(12):
-            p = theta.sigmoid()
-            if given is None:
-                window = (p * (1 - p)).detach()
-                p = p * window + (p * (1 - window)).detach()
-                mask = (0.5 + (p - torch.rand(len(rows), len(graph))) / window).clamp(0, 1)
-            else:
-                mask = given[rows] * (1 + p - p.detach())
-            logp = masked(tokens[rows], last[rows], mask, fill, skip_dead=given is not None)
-            loss(logp).backward()
-        optimiser.step()
+def measure(repeats: int) -> list[dict]:
+    hf, masked = gpt2()
+    n, length = timing.PROMPTS, timing.LENGTH
 
-    if memory_only:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        before = pages * resource.getpagesize() / 1e9  # the model and the libraries
-        for _ in range(3):
-            step()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        return {"gigabytes": peak, "net": peak - before}
-    if against == "plain":
-        hf = GPT2LMHeadModel(GPT2Config()).eval()
+    def sides(n: int = n, length: int = length, n_layers: int = 12) -> dict[str, Callable]:
+        hf, masked = gpt2(n_layers)
+        plain = timing.plain_pass(hf, tokens_of(masked, n, length))
+        return {"plain": plain, "ours": ugs_step(masked, n, length)}
 
-        def base() -> None:
-            hidden = hf.transformer(tokens).last_hidden_state[torch.arange(n), last]
-            loss(hf.lm_head(hidden).log_softmax(-1)).backward()
-            hf.zero_grad()
-    else:
-
-        def base() -> None:
-            step(12)
-
-    times: dict[str, list[float]] = {"base": [], "own": []}
-    for i in range(repeats + 1):
-        for key, what in (("base", base), ("own", step)):
-            start = now()
-            what()
-            if i:  # the first round warms up
-                times[key].append(now() - start)
-    base_s, own_s = (statistics.median(times[key]) for key in ("base", "own"))
-    kept = 1.0 if given is None else (given > 0).float().mean().item()
-    return {"base": base_s, "own": own_s, "ratio": own_s / base_s, "kept": kept}
+    memory = timing.in_fresh_process(__file__, "--memory")
+    spent = timing.in_turn(sides(), 2 * repeats)
+    rows = [timing.row("UGS step", spent["ours"], spent["plain"], PLAIN, GOAL, **memory)]
+    plain = timing.plain_pass(hf, tokens_of(masked, n, length))
+    for few_heads in (False, True):
+        for share in SHARES[2:] if few_heads else SHARES:
+            mask = draw_mask(masked.graph, share, few_heads)
+            spent = timing.in_turn({"plain": plain, "ours": masked_pass(masked, mask)}, repeats)
+            how = "among few heads" if few_heads else "drawn evenly"
+            what = f"masked forward and backward, {share:.0%} of the edges {how}"
+            line = timing.row(what, spent["ours"], spent["plain"], PLAIN)
+            rows.append(line | {"by": f"edges {how}", "size": mask.mean().item()})
+    rows += growth("prompts", BATCHES, repeats, lambda n: sides(n=n))
+    rows += growth("tokens", LENGTHS, repeats, lambda length: sides(length=length))
+    rows += growth("layers", LAYERS, repeats, lambda n_layers: sides(n_layers=n_layers))
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    parser.add_argument("--plain", action="store_true", help="with the plain form of the buffer")
-    parser.add_argument("--inner", choices=["time", "memory"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    settings = options.threads, options.repeats, options.clock, options.plain
-    if options.inner:
-        print(json.dumps(run(options.cases[0], *settings, options.inner == "memory")))
+    parser = timing.options(__doc__, repeats=5)
+    parser.add_argument("--memory", action="store_true", help="a step's peak, in this process")
+    parser.add_argument("--plain-buffer", action="store_true", help="the plain form of the buffer")
+    parser.add_argument("--step", action="store_true", help="the step alone; writes nothing")
+    given = parser.parse_args()
+    if given.plain_buffer:
+        sys.path.append(str(timing.FOLDER.parent / "tests"))
+        from plain_buffer import PlainBuffer
+
+        masked_module.WriterBuffer = PlainBuffer
+    if given.memory:
+        step = ugs_step(MaskedModel(wrap(timing.random_gpt2(), device="cpu")), 12, 20)
+        print(json.dumps(timing.memory_of(step)))
         return
-    print(f"{options.threads} threads, median of {options.repeats}, {options.clock} clock")
-    columns = (
-        f"{'edges':>6} {'base s':>7} {'own s':>7} {'ratio':>6} {'bar':>4} {'GB':>5} {'bar':>4} "
-        f"{'net':>5}"
-    )
-    print(f"{'case':<52} {columns}")
-    for name in options.cases:
-        what, *_, bar, bar_memory = CASES[name]
-        found = {}
-        for inner in ("time", "memory"):
-            command = [sys.executable, __file__, name, "--inner", inner, "--clock", options.clock]
-            command += ["--threads", str(options.threads), "--repeats", str(options.repeats)]
-            command += ["--plain"] if options.plain else []
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found |= json.loads(done.stdout.splitlines()[-1])
-        slow = "" if found["ratio"] <= bar else " !"
-        large = "" if found["gigabytes"] < bar_memory else " !"
-        times = f"{found['base']:7.3f} {found['own']:7.3f} {found['ratio']:6.2f} {bar:4.1f}{slow}"
-        memory = f"{found['gigabytes']:5.2f} {bar_memory:4.1f}{large} {found['net']:5.2f}"
-        print(f"{what:<52} {found['kept']:6.1%} {times} {memory}", flush=True)
+    if given.step:
+        hf, masked = gpt2()
+        plain = timing.plain_pass(hf, tokens_of(masked, 12, 20))
+        spent = timing.in_turn({"plain": plain, "ours": ugs_step(masked, 12, 20)}, given.repeats)
+        timing.row("UGS step", spent["ours"], spent["plain"], PLAIN, GOAL)
+        return
+    sizes = {"prompts": timing.PROMPTS, "tokens": timing.LENGTH, **timing.SMALL}
+    timing.write("masked", measure(given.repeats), sizes | {"repeats": given.repeats})
 
 
 if __name__ == "__main__":
