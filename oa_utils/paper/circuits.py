@@ -183,10 +183,10 @@ def study(model: Model, task_name: str) -> Study:
         options={
             "ugs": {"steps": steps, **pace},
             "hcgs": {"steps": steps, **pace},
-            "acdc": {"prompts": choose(model, test=2, small=32, default=32, paper=32)}
+            "acdc": {"prompts": choose(model, test=2, small=128, default=32, paper=128)}
             | ({"level": level} if level != "edge" else {}),
             "edge_pruning": pruning,
-            "eap_ig": {"points": 5},
+            "eap_ig": {"points": choose(model, test=5, small=10, default=10, paper=20)},
             "eap_ig_masks": {"points": 5},
         },
         gap_options=choose(
