@@ -9,6 +9,7 @@ import math
 import os
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import masked as masked_benchmark
 import timing
@@ -23,10 +24,11 @@ from oa_utils.search.eap import EAPSettings, Scores
 from oa_utils.store import Snapshots
 from oa_utils.tracing import Prompts, window_of
 
+SWEPT = 16  # prompts of the component sweep
 EDGES = 200  # drawn at random, for ACDC
 POINTS = 5  # of EAP-IG
 WINDOW = 5  # layers that OAT restores
-PRICES = {"acdc": 1e-3, "ugs": (3e-4, 1e-3, 3e-3, 1e-2)}  # λ, on tiny
+PRICES = {"acdc": 1e-3, "ugs": (1e-3, 3e-3)}  # λ, on tiny
 
 
 class SomeEdges(Backwards):
@@ -44,7 +46,7 @@ class SomeEdges(Backwards):
 def component_sweep(hf, model, repeats: int) -> dict:
     """Every component under mean ablation, means and clean streams counted, against the faster of
     full forwards one by one and many copies in one."""
-    task = timing.random_task(model, 8)
+    task = timing.random_task(model, SWEPT)
     names = sites.all_components(model)
     tokens = task.test.tokens
     copies = max(1, machine.PASS_TOKENS // tokens.numel())
@@ -60,10 +62,10 @@ def component_sweep(hf, model, repeats: int) -> dict:
         "one": partial(timing.plain_forward, hf, tokens),
         "stacked": partial(timing.plain_forward, hf, tokens.repeat(copies, 1)),
     }
-    spent = timing.in_turn(calls, repeats)
+    spent = timing.in_turn(calls, repeats, warm_up=False)
     base = len(names) * min(spent["one"], spent["stacked"] / copies)
     what = f"mean ablation of all {len(names)} components"
-    return timing.row(what, spent["ours"], base, "one full forward a component", prompts=8)
+    return timing.row(what, spent["ours"], base, "one full forward a component", prompts=SWEPT)
 
 
 def some_of_acdc(hf, masked: MaskedModel, repeats: int) -> dict:
@@ -71,13 +73,13 @@ def some_of_acdc(hf, masked: MaskedModel, repeats: int) -> dict:
     settings = ACDCSettings(prompts=8)
     task = timing.random_task(masked.model, 8)
     search = SomeEdges(masked, task, settings)
-    path = os.path.join(timing.STORE.name, "acdc")
+    path = Path(timing.STORE.name) / "acdc"
 
     def decide() -> None:
         search.run(Snapshots(path, "bench"))
 
     calls = {"ours": decide, "one": partial(timing.plain_forward, hf, task.train.tokens)}
-    spent = timing.in_turn(calls, repeats)
+    spent = timing.in_turn(calls, repeats, warm_up=False)
     what = f"ACDC, {EDGES} random edges"
     return timing.row(what, spent["ours"], EDGES * spent["one"], "one full forward an edge")
 
@@ -161,10 +163,10 @@ def to_one_size() -> dict:
 
 
 def main() -> None:
-    repeats = timing.options(__doc__, repeats=3).parse_args().repeats
+    repeats = timing.options(__doc__, repeats=2).parse_args().repeats
     hf, masked = masked_benchmark.gpt2()
     model = masked.model
-    rows = [component_sweep(hf, model, repeats), some_of_acdc(hf, masked, 1)]
+    rows = [component_sweep(hf, model, repeats), some_of_acdc(hf, masked, repeats)]
     rows += attribution(hf, masked, repeats)
     rows += tracing(hf, wrap(timing.random_gpt2(), device="cpu"), repeats)
     rows.append(to_one_size())
