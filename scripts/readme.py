@@ -1,4 +1,5 @@
-"""Writes the parts of README.md that are made from published results: `python scripts/readme.py`.
+"""Writes the parts of README.md that are made from published results and from benchmarks:
+`python scripts/readme.py`.
 
 Each part stands between `<!-- name -->` and `<!-- /name -->`; `--check` changes nothing and fails
 where a part is not current.
@@ -8,10 +9,14 @@ import re
 import sys
 from pathlib import Path
 
-from oa_utils.paper import claims
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # for benchmarks, which are no part of the package
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-PARTS = {"claims": claims.markdown}
+from benchmarks import table  # noqa: E402
+from oa_utils.paper import claims  # noqa: E402
+
+README = ROOT / "README.md"
+PARTS = {"claims": claims.markdown, "bench": table.markdown}
 
 
 def current(text: str) -> str:
