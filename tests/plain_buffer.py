@@ -1,7 +1,7 @@
 """The buffer of the edge-masked model in its plain form: every writer kept as it is, every read
 one einsum, gradients by autograd. Slow, but short enough to be checked by reading;
-`benchmarks/masked.py --step --plain-buffer` says what the fast one buys, and the tests hold the two to each
-other."""
+`benchmarks/masked.py --step --plain-buffer` says what the fast one buys, and the tests hold the two
+to each other."""
 
 import torch
 from einops import einsum
