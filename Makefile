@@ -21,7 +21,7 @@ export MALLOC_TRIM_THRESHOLD_ = 8000000000
 export THP_MEM_ALLOC_ENABLE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test test-real test-gpt2 lint lab claims claim publish restore readme bench lock clean
+.PHONY: help setup notebooks test test-real test-gpt2 lint lab claims claim publish restore readme bench bench-peers lock clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -76,8 +76,12 @@ restore: $(READY) ## put what is published for a model into .oa/, so that runs g
 readme: $(READY) ## write the README's tables anew: of claims from what is published, of families and costs
 	@$(BIN)/python scripts/readme.py && $(BIN)/python scripts/families.py
 
-bench: $(READY) ## the speed bars (a quiet machine, please)
-	@for f in benchmarks/*.py; do echo "== $$f"; $(BIN)/python $$f; done
+bench: $(READY) ## what everything costs, into benchmarks/*.json and the README (a quiet machine, please)
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python benchmarks/run.py
+
+bench-peers: $(READY) ## the same beside other packages, in venvs of their own in the user's cache
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python benchmarks/peers/run.py
+	@$(BIN)/python scripts/readme.py
 
 lock: ## write requirements.lock anew from pyproject.toml (maintainers)
 	@$(PYTHON) -m venv $(VENV)-lock && $(VENV)-lock/bin/pip install --quiet torch==2.13.0

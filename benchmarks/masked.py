@@ -115,7 +115,7 @@ def measure(repeats: int) -> list[dict]:
         return {"plain": plain, "ours": ugs_step(masked, n, length)}
 
     memory = timing.in_fresh_process(__file__, "--memory")
-    spent = timing.in_turn(sides(), 2 * repeats)
+    spent = timing.in_turn(sides(), 3 * repeats)
     rows = [timing.row("UGS step", spent["ours"], spent["plain"], PLAIN, GOAL, **memory)]
     plain = timing.plain_pass(hf, tokens_of(masked, n, length))
     for few_heads in (False, True):
@@ -133,7 +133,7 @@ def measure(repeats: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = timing.options(__doc__, repeats=5)
+    parser = timing.options(__doc__, repeats=3)
     parser.add_argument("--memory", action="store_true", help="a step's peak, in this process")
     parser.add_argument("--plain-buffer", action="store_true", help="the plain form of the buffer")
     parser.add_argument("--step", action="store_true", help="the step alone; writes nothing")

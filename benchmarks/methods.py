@@ -6,9 +6,8 @@ whose circuits are real.
 """
 
 import math
-import os
-import tempfile
 from functools import partial
+from pathlib import Path
 
 import masked as masked_benchmark
 import timing
@@ -20,13 +19,15 @@ from oa_utils.masked import MaskedModel
 from oa_utils.models import wrap
 from oa_utils.search.acdc import ACDCSettings, Backwards
 from oa_utils.search.eap import EAPSettings, Scores
+from oa_utils.search.ugs import UGSSettings
 from oa_utils.store import Snapshots
 from oa_utils.tracing import Prompts, window_of
 
+SWEPT = 8  # prompts of the component sweep
 EDGES = 200  # drawn at random, for ACDC
 POINTS = 5  # of EAP-IG
 WINDOW = 5  # layers that OAT restores
-PRICES = {"acdc": 1e-3, "ugs": (3e-4, 1e-3, 3e-3, 1e-2)}  # λ, on tiny
+PRICES = {"acdc": 1e-3, "ugs": (1e-3, 3e-3)}  # λ, on tiny
 
 
 class SomeEdges(Backwards):
@@ -41,45 +42,66 @@ class SomeEdges(Backwards):
         return list(self.chosen[:, None])
 
 
-def component_sweep(hf, model, repeats: int) -> dict:
+def component_sweep(hf, model) -> list[dict]:
     """Every component under mean ablation, means and clean streams counted, against the faster of
-    full forwards one by one and many copies in one."""
-    task = timing.random_task(model, 8)
+    full forwards one by one and many copies in one; with and without the passes from which a run
+    tells its cost before it starts."""
+    task = timing.random_task(model, SWEPT)
     names = sites.all_components(model)
     tokens = task.test.tokens
     copies = max(1, machine.PASS_TOKENS // tokens.numel())
+    telling: list[float] = []
+    tell_cost = components.Experiment.tell_cost
 
-    def all_components() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["OA_STORE"] = folder
-            components.component_gaps(model, task, names, "mean")
-        os.environ["OA_STORE"] = timing.STORE.name
+    def timed(experiment, jobs) -> None:
+        telling.append(timing.seconds(lambda: tell_cost(experiment, jobs)))
 
+    components.Experiment.tell_cost = timed
+    ours = timing.seconds(lambda: components.component_gaps(model, task, names, "mean"))
+    components.Experiment.tell_cost = tell_cost
     calls = {
-        "ours": all_components,
         "one": partial(timing.plain_forward, hf, tokens),
         "stacked": partial(timing.plain_forward, hf, tokens.repeat(copies, 1)),
     }
-    spent = timing.in_turn(calls, repeats)
+    spent = timing.in_turn(calls, 3)
     base = len(names) * min(spent["one"], spent["stacked"] / copies)
     what = f"mean ablation of all {len(names)} components"
-    return timing.row(what, spent["ours"], base, "one full forward a component", prompts=8)
+    against = "one full forward a component"
+    return [
+        timing.row(what, ours, base, against, prompts=SWEPT),
+        timing.row(f"{what}, its cost not told before", ours - sum(telling), base, against),
+    ]
 
 
-def some_of_acdc(hf, masked: MaskedModel, repeats: int) -> dict:
-    """ACDC's decisions about some edges, with all others kept, against a full forward for each."""
-    settings = ACDCSettings(prompts=8)
-    task = timing.random_task(masked.model, 8)
+def some_of_acdc(hf, masked: MaskedModel, repeats: int) -> list[dict]:
+    """ACDC's decisions about some edges, with all others kept, against a full forward for each; and
+    what UGS takes against ACDC about all edges, as far as these and a step of UGS tell."""
+    settings = ACDCSettings(prompts=SWEPT)
+    task = timing.random_task(masked.model, SWEPT)
     search = SomeEdges(masked, task, settings)
-    path = os.path.join(timing.STORE.name, "acdc")
-
-    def decide() -> None:
-        search.run(Snapshots(path, "bench"))
-
-    calls = {"ours": decide, "one": partial(timing.plain_forward, hf, task.train.tokens)}
+    path = Path(timing.STORE.name) / "acdc"
+    decide = timing.seconds(lambda: search.run(Snapshots(path, "bench")))
+    calls = {
+        "one": partial(timing.plain_forward, hf, task.train.tokens),
+        "step": masked_benchmark.ugs_step(masked, timing.PROMPTS, timing.LENGTH),
+    }
     spent = timing.in_turn(calls, repeats)
-    what = f"ACDC, {EDGES} random edges"
-    return timing.row(what, spent["ours"], EDGES * spent["one"], "one full forward an edge")
+    ugs = UGSSettings()
+    n_edges = len(masked.graph)
+    every_edge = decide * n_edges / EDGES
+    all_steps = spent["step"] * ugs.steps * ugs.prompts * ugs.masks / timing.PROMPTS
+    what = f"UGS, {ugs.steps} steps of {ugs.prompts * ugs.masks} masks (estimated from one step)"
+    against = f"ACDC, all {n_edges:,} edges (estimated from {EDGES}; at most)"
+    return [
+        timing.row(
+            f"ACDC, {EDGES} random edges",
+            decide,
+            EDGES * spent["one"],
+            "one full forward an edge",
+            prompts=SWEPT,
+        ),
+        timing.row(what, all_steps, every_edge, against),
+    ]
 
 
 def attribution(hf, masked: MaskedModel, repeats: int) -> list[dict]:
@@ -164,7 +186,7 @@ def main() -> None:
     repeats = timing.options(__doc__, repeats=3).parse_args().repeats
     hf, masked = masked_benchmark.gpt2()
     model = masked.model
-    rows = [component_sweep(hf, model, repeats), some_of_acdc(hf, masked, 1)]
+    rows = component_sweep(hf, model) + some_of_acdc(hf, masked, repeats)
     rows += attribution(hf, masked, repeats)
     rows += tracing(hf, wrap(timing.random_gpt2(), device="cpu"), repeats)
     rows.append(to_one_size())

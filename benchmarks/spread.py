@@ -18,7 +18,7 @@ import oa_utils as oa
 from oa_utils.masked import MaskedModel
 
 WORKERS = 2
-STEPS = 40
+SMALL = {"steps": 20, "prompts": 2, "masks": 6}
 PRICES = (3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
 
 
@@ -34,7 +34,7 @@ def run_sweep(masked: MaskedModel, task) -> tuple[float, object]:
             ["counterfactual"],
             {"lam": PRICES},
             seeds=(0, 1),
-            options={"ugs": {"steps": STEPS}},
+            options={"ugs": SMALL},
         )
         spent = time.perf_counter() - began
     os.environ["OA_STORE"] = timing.STORE.name
@@ -44,9 +44,8 @@ def run_sweep(masked: MaskedModel, task) -> tuple[float, object]:
 def main() -> None:
     timing.options(__doc__, repeats=1).parse_args()
     masked = MaskedModel(oa.load_model("tiny", device="cpu"))
-    task = oa.tasks.ioi(masked.model, 64, seed=0)
+    task = oa.tasks.ioi(masked.model, 32, seed=0)
     os.environ["OA_JOBS"] = "1"
-    run_sweep(masked, task)  # warms up
     alone, expected = run_sweep(masked, task)
     began = time.perf_counter()
     with (
@@ -68,7 +67,7 @@ def main() -> None:
         "clock": "wall",
     }
     rows = [timing.row(what, there, alone, "the same in one process", **more)]
-    sizes = {"circuits": len(table), "steps": STEPS, "workers": WORKERS, "cores": os.cpu_count()}
+    sizes = {"circuits": len(table), **SMALL, "workers": WORKERS, "cores": os.cpu_count()}
     timing.write("spread", rows, sizes)
     if not is_same:
         raise SystemExit("the numbers under Dask are not those of one process")

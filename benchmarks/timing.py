@@ -47,13 +47,15 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - began
 
 
-def in_turn(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def in_turn(
+    calls: Mapping[str, Callable[[], Any]], repeats: int, warm_up: bool = True
+) -> dict[str, float]:
     """The median seconds of each call, all of them run in turn; a first round warms up."""
     spent: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(repeats + 1):
+    for i in range(repeats + warm_up):
         for name, call in calls.items():
             once = seconds(call)
-            if i:
+            if i >= warm_up:
                 spent[name].append(once)
     return {name: statistics.median(each) for name, each in spent.items()}
 

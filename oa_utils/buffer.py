@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ROW_GAP = 528  # floats between rows: rows a multiple of 4 KB apart would fight for cache lines
+MOST_KEPT = 1e9  # bytes of memory that wait for the next forward
 
 
 class FillAtPositions(NamedTuple):
@@ -51,10 +52,43 @@ def at_position(x: Tensor, position: Int[Tensor, " batch"]) -> Tensor:
     return examples[..., rows, position, :][..., None, :]
 
 
-def new_rows(like: Tensor, n: int, *shape: int) -> Tensor:
-    """n rows [n batch pos d] to be filled, with a gap after each."""
-    size = prod(shape)
-    return like.new_empty(n, size + ROW_GAP)[:, :size].unflatten(1, shape)
+# what waits for the next forward of a masked model: a block of memory, and how much of it the last
+# one asked for; empty while a forward or its graph is alive
+Waiting = list[tuple[Tensor, int]]
+
+
+class Scratch:
+    """The memory of one forward and its backward, which the next one uses again.
+
+    A system hands out memory page by page, which on a CPU takes longer than to fill it, and a step
+    needs half a gigabyte (devices keep theirs by themselves). What does not fit into the block that
+    was kept is allocated beside it, and the next block is as large as all of it. Buffers and the
+    graph of a forward hold its scratch, so the memory waits again only when nothing can see it.
+    """
+
+    def __init__(self, like: Tensor, waiting: Waiting):
+        self.used = 0
+        self.waiting = waiting
+        self.on_cpu = like.device.type == "cpu"
+        self.block = like.new_empty(0)
+        if waiting:
+            block, wanted = waiting.pop()
+            self.block = block if wanted <= len(block) else block.new_empty(wanted)
+
+    def rows(self, n: int, *shape: int) -> Float[Tensor, "n ..."]:
+        """n rows [n batch pos d] to be filled, with a gap after each."""
+        width = prod(shape)
+        start = self.used
+        self.used += n * (width + ROW_GAP)
+        if self.used <= len(self.block):
+            flat = self.block[start : self.used]
+        else:
+            flat = self.block.new_empty(self.used - start)
+        return flat.unflatten(0, (n, width + ROW_GAP))[:, :width].unflatten(1, shape)
+
+    def __del__(self):
+        if self.on_cpu and self.used * self.block.itemsize <= MOST_KEPT:
+            self.waiting[:] = [(self.block, self.used)]
 
 
 class WriterBuffer:
@@ -74,6 +108,7 @@ class WriterBuffer:
         shape: tuple[int, int, int],
         eps: float,
         everywhere: bool,
+        scratch: Scratch,
     ):
         self.fill = fill
         self.base = fill.embed
@@ -81,7 +116,8 @@ class WriterBuffer:
         self.eps = eps
         self.everywhere = everywhere  # constants get gradient along every edge
         self.row_of = [1, *(1 + live.cumsum(0)).tolist()]  # of each writer, and behind the last
-        self.values = new_rows(fill.embed, *shape, fill.embed.shape[-1])
+        self.scratch = scratch
+        self.values = self.scratch.rows(*shape, fill.embed.shape[-1])
         self.grads: Tensor | None = None
         self.fill_grads: Tensor | None = None
         self.position: Int[Tensor, " batch"] | None = None
@@ -100,7 +136,8 @@ class WriterBuffer:
     def at(self, position: Int[Tensor, " batch"]) -> WriterBuffer:
         """A buffer that goes on, with all its writers, at one position of each example."""
         shape = (1 + int(self.live.sum()), len(position), 1)
-        narrow = WriterBuffer(self.fill.at(position), self.live, shape, self.eps, self.everywhere)
+        fill = self.fill.at(position)
+        narrow = WriterBuffer(fill, self.live, shape, self.eps, self.everywhere, self.scratch)
         narrow.base = at_position(self.base, position)
         narrow.position = position
         narrow.fill_grads = self.fill_grads
@@ -141,7 +178,7 @@ class WriterBuffer:
 
     def gradient(self) -> Float[Tensor, "row batch pos d"]:
         if self.grads is None:
-            self.grads = new_rows(self.values, *self.values.shape).zero_()
+            self.grads = self.scratch.rows(*self.values.shape).zero_()
         return self.grads
 
     def add_fill_gradient(
@@ -244,7 +281,8 @@ class _Read(torch.autograd.Function):
             buffer.values[0] = buffer.base
             values = buffer.values[: ctx.rows.stop]
             kept = torch.cat((torch.ones_like(mask[..., :1]), kept), -1)
-        x = new_rows(values, mask.shape[1], *values.shape[1:])
+        used = buffer.scratch.used
+        x = buffer.scratch.rows(mask.shape[1], *values.shape[1:])
         if len(mask) == 1:
             torch.mm(kept[0], values.flatten(1), out=x.flatten(1))
         else:
@@ -258,7 +296,10 @@ class _Read(torch.autograd.Function):
             ctx.scale = norm.square_().div_(x.shape[-1]).add_(buffer.eps).rsqrt_()
             y = torch.bmm(inputs, weight).mul_(ctx.scale).unflatten(1, x.shape[1:3])
         ctx.save_for_backward(mask, y)
-        return y, x[n:].clone()
+        others = x[n:].clone()
+        if not any(ctx.needs_input_grad):  # nothing looks at x again
+            buffer.scratch.used = used
+        return y, others
 
     @staticmethod
     @once_differentiable

@@ -24,7 +24,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from oa_utils.buffer import FillAtPositions, WriterBuffer
+from oa_utils.buffer import FillAtPositions, Scratch, Waiting, WriterBuffer
 from oa_utils.fills import Activations, Constants
 from oa_utils.graph import LEVELS, Graph
 from oa_utils.models import Layer, Model, Rotation, recording, rotate
@@ -78,6 +78,7 @@ class MaskedModel:
         self.dtype: torch.dtype = torch.promote_types(model.dtype, torch.float32)
         self.kept: dict[tuple, Any] = {}  # fills that a search needs again and again
         self._clean_first: dict[int, Any] = {}
+        self._waiting: Waiting = []
         self._read_weights()
 
     def __repr__(self) -> str:
@@ -297,7 +298,8 @@ class MaskedModel:
             busy = None
         rows = 1 + int(live[: graph.writers_before(graph.n_layers - 1)].sum())
         shape = (rows, batch, length - 1)
-        wide = WriterBuffer(values, live, shape, self.eps, constants_everywhere).open()
+        scratch = Scratch(values.embed, self._waiting)
+        wide = WriterBuffer(values, live, shape, self.eps, constants_everywhere, scratch).open()
         if live[0]:
             embed = self.centre(self.model.embed(tokens)[:, 1:].to(self.dtype))
             wide.write(0, (embed - values.embed)[None])

@@ -1,4 +1,5 @@
-"""Writes the parts of README.md that are made from published results: `python scripts/readme.py`.
+"""Writes the parts of README.md that are made from published results and from benchmarks:
+`python scripts/readme.py`.
 
 Each part stands between `<!-- name -->` and `<!-- /name -->`; `--check` changes nothing and fails
 where a part is not current.
@@ -10,9 +11,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from oa_utils.paper import claims
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # for benchmarks, which are no part of the package
+
+from benchmarks import table  # noqa: E402
+from oa_utils.paper import claims  # noqa: E402
+
 README = ROOT / "README.md"
 REAL = "smollm2-135m"  # figures of this model are shown where it has them, of the bundled one else
 # the paper's main claims, one or two a chapter; all others are in the long table
@@ -61,6 +65,7 @@ PARTS = {
     "headlines": partial(claims.markdown, HEADLINES),
     "claims": claims.markdown,
     "gallery": gallery,
+    "bench": table.markdown,
 }
 
 

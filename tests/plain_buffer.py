@@ -1,7 +1,7 @@
 """The buffer of the edge-masked model in its plain form: every writer kept as it is, every read
 one einsum, gradients by autograd. Slow, but short enough to be checked by reading;
-`benchmarks/masked.py --plain` says what the fast one buys, and the tests hold the two to each
-other."""
+`benchmarks/masked.py --step --plain-buffer` says what the fast one buys, and the tests hold the two
+to each other."""
 
 import torch
 from einops import einsum
@@ -13,7 +13,9 @@ from oa_utils.buffer import FillAtPositions, WriterBuffer, at_position
 class PlainBuffer(WriterBuffer):
     """The same methods as `oa_utils.buffer.WriterBuffer`."""
 
-    def __init__(self, fill: FillAtPositions, live: Tensor, shape, eps: float, everywhere: bool):
+    def __init__(
+        self, fill: FillAtPositions, live: Tensor, shape, eps: float, everywhere: bool, _=None
+    ):
         self.fill = fill
         self.base = fill.embed
         self.live = live

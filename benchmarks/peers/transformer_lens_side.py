@@ -64,6 +64,8 @@ def main() -> None:
     batch = {name: rows[:PROMPTS] for name, rows in load_batch(folder).items()}
     masked = MaskedModel(wrap(load_gpt2(folder), device="cpu"))
     bridge = masked.model.bridge
+    # theirs takes slopes at the embeddings too, so these must be part of a graph
+    bridge.embed.original_component.weight.requires_grad_(True)
     last = torch.full((PROMPTS,), batch["tokens"].shape[1] - 1)
     right = batch["right"]
     wrong = batch["wrong"]
