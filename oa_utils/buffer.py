@@ -7,9 +7,7 @@ input[reader] = Σ_writer mask[reader, writer] · (value − fill)[writer] + bas
 where `base` is what all edges carry when ablated. Here `value − fill` of all writers stands in one
 buffer, so that the inputs of all readers of a layer are one batched product with it, and in
 backward a second buffer collects the writers' gradients. Nothing is stacked, copied or kept per
-reader. What it buys: a UGS step of the shape of GPT-2-small (12 prompts of 20 tokens) takes 1.50 s
-of CPU on one thread and 0.75 GB beside the model and the libraries, with the plain form 2.27 s and
-1.58 GB: 1.5 times the time, 2.1 times the memory (`benchmarks/masked.py step --plain`).
+reader. What it buys: `benchmarks/masked.py --step`, and the same with `--plain-buffer`.
 """
 
 from __future__ import annotations
@@ -60,10 +58,13 @@ class Scratch:
     was kept is allocated beside it, and the next block is as large as all of it.
     """
 
-    kept: ClassVar[dict[torch.dtype, tuple[Tensor, int]]] = {}  # a block, and floats last used
+    kept: ClassVar[
+        dict[torch.dtype, tuple[Tensor, int]]
+    ] = {}  # a block, and the floats it should have
 
     def __init__(self, like: Tensor):
-        self.used = 0
+        self.used = 0  # floats
+        self.most = 0  # that were used at once
         self.on_cpu = like.device.type == "cpu"
         self.block = like.new_empty(0)
         if self.on_cpu and like.dtype in self.kept:
@@ -75,6 +76,7 @@ class Scratch:
         width = prod(shape)
         start = self.used
         self.used += n * (width + ROW_GAP)
+        self.most = max(self.most, self.used)
         if self.used <= len(self.block):
             flat = self.block[start : self.used]
         else:
@@ -82,8 +84,8 @@ class Scratch:
         return flat.unflatten(0, (n, width + ROW_GAP))[:, :width].unflatten(1, shape)
 
     def __del__(self):
-        if self.on_cpu and self.used * self.block.itemsize <= MOST_KEPT:
-            self.kept[self.block.dtype] = (self.block, self.used)
+        if self.on_cpu and self.most * self.block.itemsize <= MOST_KEPT:
+            self.kept[self.block.dtype] = (self.block, self.most)
 
 
 class WriterBuffer:
