@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ROW_GAP = 528  # floats between rows: rows a multiple of 4 KB apart would fight for cache lines
+COPIES = 6  # of the writers' rows, at most: values, gradients, inputs of three readers a head, gaps
 MOST_KEPT = 1e9  # bytes of memory that wait for the next forward
 
 
@@ -54,22 +55,22 @@ class Scratch:
     """The memory of one forward and its backward, which the next one uses again.
 
     A system hands out memory page by page, which on a CPU takes longer than to fill it, and a step
-    needs half a gigabyte (devices keep theirs by themselves). What does not fit into the block that
-    was kept is allocated beside it, and the next block is as large as all of it.
+    needs half a gigabyte (devices keep theirs by themselves). A block is as large as a forward is
+    expected to need: what is never touched costs nothing. What does not fit is allocated beside it,
+    and the next block is as large as all of it.
     """
 
-    kept: ClassVar[
-        dict[torch.dtype, tuple[Tensor, int]]
-    ] = {}  # a block, and the floats it should have
+    kept: ClassVar[dict[torch.dtype, tuple[Tensor, int]]] = {}  # a block, the floats once used
 
-    def __init__(self, like: Tensor):
+    def __init__(self, like: Tensor, expected: int):
         self.used = 0  # floats
         self.most = 0  # that were used at once
         self.on_cpu = like.device.type == "cpu"
         self.block = like.new_empty(0)
-        if self.on_cpu and like.dtype in self.kept:
-            block, wanted = self.kept.pop(like.dtype)
-            self.block = block if wanted <= len(block) else block.new_empty(wanted)
+        if self.on_cpu:
+            block, wanted = self.kept.pop(like.dtype, (self.block, 0))
+            wanted = max(wanted, expected)
+            self.block = block if wanted <= len(block) else like.new_empty(wanted)
 
     def rows(self, n: int, *shape: int) -> Float[Tensor, "n ..."]:
         """n rows [n batch pos d] to be filled, with a gap after each."""
@@ -113,7 +114,10 @@ class WriterBuffer:
         self.eps = eps
         self.everywhere = everywhere  # constants get gradient along every edge
         self.row_of = [1, *(1 + live.cumsum(0)).tolist()]  # of each writer, and behind the last
-        self.scratch = Scratch(fill.embed) if scratch is None else scratch
+        if scratch is None:
+            copies = COPIES if torch.is_grad_enabled() else 2
+            scratch = Scratch(fill.embed, copies * prod(shape) * fill.embed.shape[-1])
+        self.scratch = scratch
         self.values = self.scratch.rows(*shape, fill.embed.shape[-1])
         self.grads: Tensor | None = None
         self.fill_grads: Tensor | None = None
