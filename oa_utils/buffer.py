@@ -7,9 +7,7 @@ input[reader] = Σ_writer mask[reader, writer] · (value − fill)[writer] + bas
 where `base` is what all edges carry when ablated. Here `value − fill` of all writers stands in one
 buffer, so that the inputs of all readers of a layer are one batched product with it, and in
 backward a second buffer collects the writers' gradients. Nothing is stacked, copied or kept per
-reader. What it buys: a UGS step of the shape of GPT-2-small (12 prompts of 20 tokens) takes 1.50 s
-of CPU on one thread and 0.75 GB beside the model and the libraries, with the plain form 2.27 s and
-1.58 GB: 1.5 times the time, 2.1 times the memory (`benchmarks/masked.py step --plain`).
+reader. What it buys: `benchmarks/masked.py --step`, and the same with `--plain-buffer`.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ROW_GAP = 528  # floats between rows: rows a multiple of 4 KB apart would fight for cache lines
+COPIES = 6  # of the writers' rows, at most: values, gradients, inputs of three readers a head, gaps
 MOST_KEPT = 1e9  # bytes of memory that wait for the next forward
 
 
@@ -52,8 +51,8 @@ def at_position(x: Tensor, position: Int[Tensor, " batch"]) -> Tensor:
     return examples[..., rows, position, :][..., None, :]
 
 
-# what waits for the next forward of a masked model: a block of memory, and how much of it the last
-# one asked for; empty while a forward or its graph is alive
+# what waits for the next forward of a masked model: a block of memory, and how many floats of it
+# were used; nothing waits while a forward or its graph is alive
 Waiting = list[tuple[Tensor, int]]
 
 
@@ -61,25 +60,29 @@ class Scratch:
     """The memory of one forward and its backward, which the next one uses again.
 
     A system hands out memory page by page, which on a CPU takes longer than to fill it, and a step
-    needs half a gigabyte (devices keep theirs by themselves). What does not fit into the block that
-    was kept is allocated beside it, and the next block is as large as all of it. Buffers and the
-    graph of a forward hold its scratch, so the memory waits again only when nothing can see it.
+    needs half a gigabyte (devices keep theirs by themselves). A block is as large as a forward is
+    expected to need: what is never touched costs nothing. What does not fit is allocated beside it,
+    and the next block is as large as all of it. Buffers and the graph of a forward hold its
+    scratch, so the memory waits again only when nothing can see it.
     """
 
-    def __init__(self, like: Tensor, waiting: Waiting):
-        self.used = 0
+    def __init__(self, like: Tensor, expected: int, waiting: Waiting):
         self.waiting = waiting
+        self.used = 0  # floats
+        self.most = 0  # that were used at once
         self.on_cpu = like.device.type == "cpu"
         self.block = like.new_empty(0)
-        if waiting:
-            block, wanted = waiting.pop()
-            self.block = block if wanted <= len(block) else block.new_empty(wanted)
+        if self.on_cpu:
+            block, wanted = waiting.pop() if waiting else (self.block, 0)
+            wanted = max(wanted, expected)
+            self.block = block if wanted <= len(block) else like.new_empty(wanted)
 
     def rows(self, n: int, *shape: int) -> Float[Tensor, "n ..."]:
         """n rows [n batch pos d] to be filled, with a gap after each."""
         width = prod(shape)
         start = self.used
         self.used += n * (width + ROW_GAP)
+        self.most = max(self.most, self.used)
         if self.used <= len(self.block):
             flat = self.block[start : self.used]
         else:
@@ -87,8 +90,8 @@ class Scratch:
         return flat.unflatten(0, (n, width + ROW_GAP))[:, :width].unflatten(1, shape)
 
     def __del__(self):
-        if self.on_cpu and self.used * self.block.itemsize <= MOST_KEPT:
-            self.waiting[:] = [(self.block, self.used)]
+        if self.on_cpu and self.most * self.block.itemsize <= MOST_KEPT:
+            self.waiting[:] = [(self.block, self.most)]
 
 
 class WriterBuffer:

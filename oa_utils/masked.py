@@ -16,6 +16,7 @@ heads' place. It calls the model's own blocks, so it is exact for every family.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from oa_utils.buffer import FillAtPositions, Scratch, Waiting, WriterBuffer
+from oa_utils.buffer import COPIES, FillAtPositions, Scratch, Waiting, WriterBuffer
 from oa_utils.fills import Activations, Constants
 from oa_utils.graph import LEVELS, Graph
 from oa_utils.models import Layer, Model, Rotation, recording, rotate
@@ -298,7 +299,9 @@ class MaskedModel:
             busy = None
         rows = 1 + int(live[: graph.writers_before(graph.n_layers - 1)].sum())
         shape = (rows, batch, length - 1)
-        scratch = Scratch(values.embed, self._waiting)
+        copies = COPIES if torch.is_grad_enabled() else 2
+        floats = copies * prod(shape) * self.model.d_model
+        scratch = Scratch(values.embed, floats, self._waiting)
         wide = WriterBuffer(values, live, shape, self.eps, constants_everywhere, scratch).open()
         if live[0]:
             embed = self.centre(self.model.embed(tokens)[:, 1:].to(self.dtype))
