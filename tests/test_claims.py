@@ -398,6 +398,14 @@ def test_a_failed_notebook_is_kept_aside_with_its_error_and_the_others_run(
     assert "42" in str(nbformat.read(good, 4).cells[0].outputs)
 
 
+def test_messages_to_whoever_waits_are_not_kept(place, monkeypatch):
+    code = "import sys, warnings; warnings.warn('slow'); print('a bar', file=sys.stderr); print(42)"
+    path = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", code)
+    run_notebooks(path, monkeypatch)
+    [output] = nbformat.read(path, 4).cells[0].outputs
+    assert (output.name, output.text) == ("stdout", "42\n")
+
+
 def test_a_kernel_that_dies_stops_its_notebook_only(place, monkeypatch, capsys):
     dies = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", "import os; os._exit(9)")
     good = write_notebook(place / "repo" / "notebooks" / "06_x.ipynb", "6 * 7")

@@ -41,6 +41,14 @@ def name_of(model: str) -> str:
     return where.name if where.is_absolute() else model
 
 
+def without_messages(notebook: NotebookNode) -> None:
+    """Takes away what was said to whoever waited, bars and warnings: it names paths of the machine
+    and depends on what was stored."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [each for each in cell.outputs if each.get("name") != "stderr"]
+
+
 def execute(
     path: Path, model: str, budget: str, environment: dict[str, str] | None = None
 ) -> NotebookNode:
@@ -98,6 +106,7 @@ def execute(
     if is_kept:
         used.rename(used.with_suffix(".txt"))
         clock.save()
+    without_messages(notebook)
     notebook.metadata.pop("widgets", None)
     notebook.metadata.get("language_info", {}).pop("version", None)
     return notebook
