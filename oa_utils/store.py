@@ -676,6 +676,8 @@ def publish(model_name: str) -> list[Path]:
     copied = [path for used in finished for path in _publish_used(used, model_name)]
     _remove_unused(published() / slug(model_name))
     shutil.rmtree(underway() / slug(model_name), ignore_errors=True)
+    for used in unfinished:
+        write_bytes(underway() / slug(model_name) / USED / used.name, read_bytes(used))
     for name in sorted({name for used in unfinished for name in used.read_text().split()}):
         if not (published() / name).exists() and (folder("default") / name).is_file():
             copied += _copy_result(folder("default") / name, underway() / name, SAVED_TENSORS)
@@ -740,6 +742,10 @@ def restore(model_name: str) -> list[Path]:
         is_whole = not tensors or source.with_name(tensors).is_file()
         if is_whole and not target.exists():
             restored += _copy_result(source, target, SAVED_TENSORS)
+    for used in places[1].glob(f"{USED}/*.new"):  # so that the next `publish` saves them again
+        target = folder("default") / slug(model_name) / USED / used.name
+        if not target.exists() and not target.with_suffix(".txt").exists():
+            write_bytes(target, read_bytes(used))
     if not restored and not any(place.is_dir() for place in places):
         there = sorted(path.name for path in published().glob("*") if path.is_dir())
         raise FileNotFoundError(
