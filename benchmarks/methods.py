@@ -69,7 +69,9 @@ def component_sweep(hf, model) -> list[dict]:
     against = "one full forward a component"
     return [
         timing.row(what, ours, base, against, prompts=SWEPT),
-        timing.row(f"{what}, its cost not told before", ours - sum(telling), base, against),
+        timing.row(
+            f"{what}, its cost not told before", ours - sum(telling), base, against, prompts=SWEPT
+        ),
     ]
 
 

@@ -17,7 +17,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    return f"{seconds:.3g} s"
+    return f"{seconds:.3g} s" if seconds < 600 else f"{seconds / 60:.0f} min"
 
 
 def goal(line: dict[str, Any]) -> str:
