@@ -5,13 +5,14 @@ cost, by formula: `python scripts/families.py`.
 nothing and fails where a table is not current.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from readme import write_parts
+from readme import ROOT, write_parts
 
 import oa_utils as oa
 from oa_utils.masked import example_floats
@@ -116,6 +117,13 @@ def families() -> str:
 # ---- what circuits cost
 
 
+def benchmarked() -> str:
+    """A UGS step of GPT-2-small's shape, from the last `make bench`."""
+    rows = json.loads((ROOT / "benchmarks" / "masked.json").read_text("utf-8"))["rows"]
+    step = next(row for row in rows if row["what"] == "UGS step")
+    return f"{step['ours']:.2g} s on one core, {step['net_gb']:.2g} GB"
+
+
 class Shape(NamedTuple):
     name: str
     n_layers: int
@@ -130,7 +138,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = [
-    Shape("GPT-2-small", 12, 12, 768, 3072, 50257, measured="1.5 s on one core, 0.75 GB"),
+    Shape("GPT-2-small", 12, 12, 768, 3072, 50257, measured=benchmarked()),
     Shape("GPT-2-medium", 24, 16, 1024, 4096, 50257),
     Shape("GPT-2-large", 36, 20, 1280, 5120, 50257),
     Shape("GPT-2-XL", 48, 25, 1600, 6400, 50257),
