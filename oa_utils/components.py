@@ -11,7 +11,7 @@ run, so killed work goes on from there.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import pandas as pd
@@ -228,7 +228,9 @@ class Experiment:
         fills = self.fills(job)  # may train
         with torch.no_grad():
             draws = [
-                collect(self.losses(self.part, job.group, fill, self.metric), len(job.group), n)
+                collect(
+                    partial(self.losses, self.part, job.group, fill, self.metric), len(job.group), n
+                )
                 for fill in fills
             ]
         values = torch.stack(draws).mean(0)
@@ -270,7 +272,8 @@ class Experiment:
             return
         groups = [job.group for job in jobs]
         ends = {group[0].layer: group for group in (groups[0], groups[-1])}
-        timed = {layer: self._seconds(group) for layer, group in ends.items()}
+        trains = any(job.ablation.trained for job in jobs)
+        timed = {layer: self._seconds(group, trains) for layer, group in ends.items()}
         s = self.settings
         n = len(self.values.part(self.part))
         n_train = len(self.values.part("train"))
@@ -294,8 +297,9 @@ class Experiment:
             "no constant stops early; what is done is kept"
         )
 
-    def _seconds(self, group: Group) -> tuple[float, float]:
-        """Of one prompt with one component of a group ablated: forward, and with gradients."""
+    def _seconds(self, group: Group, trains: bool) -> tuple[float, float]:
+        """Of one prompt with one component of a group ablated: forward, and with gradients where
+        something is trained."""
         rows = torch.arange(min(TIMED_PROMPTS, len(self.values.part("train"))))
         table = {
             name: constant.clone().requires_grad_()
@@ -312,7 +316,7 @@ class Experiment:
             return (time.perf_counter() - began) / (len(rows) * len(group))
 
         once(False)  # clean streams are computed once
-        return min(once(False), once(False)), min(once(True), once(True))
+        return min(once(False), once(False)), min(once(True), once(True)) if trains else 0.0
 
 
 def _at(timed: dict[int, tuple[float, float]], layer: int) -> tuple[float, float]:
@@ -402,7 +406,7 @@ def component_gaps(
         for rule in rules
         for family in (families if rule.families else [""])
     ]
-    experiment.tell_cost(jobs)
+    machine.or_none(lambda: experiment.tell_cost(jobs))
     rows: dict[tuple[str, str, str], dict] = {}
     for job in machine.progress(jobs, desc=f"{len(sites)} components"):
         result = experiment.gaps(job)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +43,13 @@ def values_of(experiment: Experiment, site: Site, part: str) -> Float[Tensor, "n
     """A component's value at each prompt's last position."""
     prompts = experiment.values.prompts(part)
     values = torch.empty(len(prompts), site.dim)
-    for rows in prompts.chunks(prompts.pass_rows):
+
+    def put_down(rows: Int[Tensor, " b"]) -> None:
         value = prompts.block(site.layer, rows).value(site)
         values[rows] = column(value, prompts.last[rows])[:, 0].float().cpu()
+
+    for _ in prompts.in_passes(put_down):
+        pass
     return values
 
 
@@ -208,7 +213,8 @@ def _table(
     experiment: Experiment, site: Site, constants: Float[Tensor, "k dim"], part: str
 ) -> Float[Tensor, "k n"]:
     n = len(experiment.values.part(part))
-    return collect(_under_each(experiment, site, constants, part), len(constants), n)
+    passes = partial(_under_each, experiment, site, constants, part)
+    return collect(passes, len(constants), n)
 
 
 # ---- a linear map from the stream
@@ -250,7 +256,7 @@ def linear_estimate(
         with torch.no_grad():
             fill = _map_fill(experiment, site, weights, span, mean, "test")
             n = len(experiment.values.part("test"))
-            gap = collect(experiment.losses("test", [site], fill, "kl"), 1, n)[0]
+            gap = collect(partial(experiment.losses, "test", [site], fill, "kl"), 1, n)[0]
         bound = _bound(experiment, site, span, mean, min(few, n))
         numbers = {"gap": gap.mean().item(), "bound": bound.mean().item()}
         return numbers, {"gap": gap, "bound": bound, "mapped": gap[: len(bound)].clone()}
@@ -341,7 +347,7 @@ def _bound(
     settings = replace(experiment.settings, batch=0)
     best = fit([[start]], [scale], losses, few, settings).constants
     with torch.no_grad():
-        return collect(losses(best, [0], None), 1, few)[0]
+        return collect(partial(losses, best, [0]), 1, few)[0]
 
 
 # ---- a constant for each edge
@@ -417,7 +423,8 @@ def edge_constants(
         n = len(task.train)
         fitted = fit([[flat]], [scale], train, n, settings, snapshots)
         with torch.no_grad():
-            gap = collect(losses("test", fitted.constants[0], None), 1, len(task.test))[0]
+            passes = partial(losses, "test", fitted.constants[0])
+            gap = collect(passes, 1, len(task.test))[0]
         n_edge = sum(int(ablated.sum()) * model.d_model for ablated in run.ablated.values())
         return {"gap": gap.mean().item(), "n_edge": n_edge, "curve": fitted.curves[0]}, {"gap": gap}
 

@@ -138,7 +138,9 @@ def layer_means(
         site.name: torch.zeros(2, longest, site.dim, dtype=torch.float64, device=device)
         for site in sites
     }
-    for rows in prompts.chunks(prompts.pass_rows):
+
+    def of_some(rows: Int[Tensor, " b"]) -> tuple[Tensor, dict[str, Tensor]]:
+        """How many prompts have each place, and the sums of values and squares there."""
         block = prompts.block(sites[0].layer, rows)
         length = block.before.shape[1] - from_end
         last = prompts.last[rows, None]
@@ -146,11 +148,17 @@ def layer_means(
         if from_end:
             places = last - places
         inside = (places <= last) & (places >= from_end)
-        count[:length] += inside.sum(0)
+        found = {}
         for site in sites:
             value = block.value(site).take_along_dim(places.clamp(min=0)[..., None], 1)
             value = value.double() * inside[..., None]
-            sums[site.name][:, :length] += torch.stack([value.sum(0), value.square().sum(0)])
+            found[site.name] = torch.stack([value.sum(0), value.square().sum(0)])
+        return inside.sum(0), found
+
+    for inside, found in prompts.in_passes(of_some):
+        count[: len(inside)] += inside
+        for name, values in found.items():
+            sums[name][:, : len(inside)] += values
     means = {}
     first = 0 if from_end else 1
     n = count[first:].sum()

@@ -77,12 +77,18 @@ def passes(
 
     Nothing behind the last place of a pass is run, so contexts of like length belong side by side.
     """
-    size = machine.rows_in_a_pass(model, tokens.shape[1])
-    first_rows = range(start, len(tokens), size)
-    for first in machine.progress(first_rows, desc=f"reading {len(tokens):,} contexts"):
-        rows = slice(first, first + size)
+
+    def look(span: slice) -> tuple[slice, Tensor, Tensor]:
+        rows = slice(start + span.start, start + span.stop)
         length = int(places[rows].max()) + 1
-        yield rows, *at_places(model, tokens[rows, :length], places[rows])
+        return rows, *at_places(model, tokens[rows, :length], places[rows])
+
+    size = machine.rows_in_a_pass(model, tokens.shape[1])
+    with machine.progress(total=len(tokens), desc="reading contexts") as bar:
+        bar.update(start)
+        for rows, streams, outputs in machine.in_spans(len(tokens) - start, size, look):
+            yield rows, streams, outputs
+            bar.update(rows.stop - rows.start)
 
 
 def read(model: Model, tokens: Tensor, places: Int[Tensor, "n *k"] | None = None) -> Readings:
@@ -184,10 +190,12 @@ class Lens:
     def losses(self, data: Readings) -> Float[Tensor, "layer n"]:
         """KL(model ‖ lens) of each reading at each layer; at the model's end there is none."""
         layers = range(self.model.n_layers)
-        parts = [
-            match(self.model, self.ends(part[:-1], layers), part[-1:])
-            for part in data.resid.split(ROWS, dim=1)
-        ]
+
+        def of_some(span: slice) -> Float[Tensor, "lens b"]:
+            part = data.resid[:, span]
+            return match(self.model, self.ends(part[:-1], layers), part[-1:])[0]
+
+        parts = list(machine.in_spans(len(data), ROWS, of_some))
         return F.pad(torch.cat(parts, 1), (0, 0, 0, 1)).cpu()
 
     @property
@@ -386,11 +394,9 @@ def match(
     ends: Float[Tensor, "lens b d"],
     target: Float[Tensor, "#lens b d"],
     weight: float = 0.0,
-) -> Float[Tensor, "lens b"]:
-    """KL(target ‖ lens), one layer's logits at a time, as those of all layers would be too many.
-
-    With a weight, the gradient of weight · sum goes back through `ends`.
-    """
+) -> tuple[Float[Tensor, "lens b"], Float[Tensor, "lens b d"] | None]:
+    """KL(target ‖ lens), one layer's logits at a time, as those of all layers would be too many;
+    with a weight, also the gradient of weight · sum for `ends`."""
     losses = []
     gradients = []
     for i, end in enumerate(ends):
@@ -402,9 +408,7 @@ def match(
             (weight * loss.sum()).backward()
             gradients.append(leaf.grad)
         losses.append(loss.detach())
-    if weight:
-        ends.backward(torch.stack(gradients))
-    return torch.stack(losses)
+    return torch.stack(losses), torch.stack(gradients) if weight else None
 
 
 class Trainer:
@@ -451,11 +455,21 @@ class Trainer:
         weight = 1 / resid.shape[1] if train else 0.0
         streams = self.mlp_passes * (6 * model.d_model + 4 * model.d_mlp)
         floats = streams + 6 * (model.d_vocab + model.n_layers * model.d_model)
-        parts = []
-        for part in resid.split(machine.micro_batch(resid.shape[1], 4 * floats), dim=1):
+        n = resid.shape[1]
+        parameters = list(raw.values())
+
+        def of_some(span: slice) -> tuple[Float[Tensor, "lens b"], Sequence[Tensor]]:
+            part = resid[:, span]
             with torch.set_grad_enabled(train):
                 ends = self.lens(raw).ends(part[layers], layers)
-                parts.append(match(model, ends, self.target(part, layers), weight))
+                loss, slope = match(model, ends, self.target(part, layers), weight)
+            return loss, torch.autograd.grad(ends, parameters, slope) if train else ()
+
+        parts = []
+        for loss, slopes in machine.in_spans(n, machine.micro_batch(n, 4 * floats), of_some):
+            parts.append(loss)
+            for parameter, slope in zip(parameters, slopes, strict=train):
+                parameter.grad = slope if parameter.grad is None else parameter.grad + slope
         return torch.cat(parts, 1)
 
 

@@ -75,6 +75,16 @@ def in_spans(n: int, size: int, compute: Callable[[slice], Value]) -> Iterator[V
             yield found
 
 
+def or_none(compute: Callable[[], Value]) -> Value | None:
+    """What can be done without where memory is refused."""
+    try:
+        return compute()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether memory was refused; torch has a class of error for accelerators only."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)

@@ -8,7 +8,7 @@ prompt and is never replaced; neither is b_O.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from oa_utils import machine, store
+from oa_utils.machine import Value
 from oa_utils.models import Model
 
 NAMES = {"head": "a{}.h{}", "mlp": "m{}", "attn": "a{}", "neuron": "m{}.n{}", "tok": "tok"}
@@ -269,6 +270,12 @@ class CleanPrompts:
         order = self.last[rows].argsort(stable=True).cpu()
         return iter(rows[order].split(size))
 
+    def in_passes(self, compute: Callable[[Int[Tensor, " b"]], Value]) -> Iterator[Value]:
+        """compute(rows) of all prompts, a pass at a time, or half of one where memory is refused:
+        it hands back what it found and adds to nothing."""
+        order = self.last.argsort(stable=True).cpu()
+        return machine.in_spans(len(self), self.pass_rows, lambda span: compute(order[span]))
+
     @torch.no_grad()
     def entering(self, layer: int, rows: Int[Tensor, " b"]) -> Float[Tensor, "b pos d"]:
         """The stream at the input of a layer, cut behind the longest of these prompts."""
@@ -279,8 +286,12 @@ class CleanPrompts:
             self._layer = 0
             self._entering = self.model.embed(self.tokens)
         if layer > self._layer:
-            parts = self._entering.split(self.pass_rows)
-            self._entering = torch.cat([self.model.run(x, self._layer, layer) for x in parts])
+
+            def on(span: slice) -> Tensor:
+                return self.model.run(self._entering[span], self._layer, layer)
+
+            parts = list(machine.in_spans(len(self), self.pass_rows, on))
+            self._entering = torch.cat(parts)
             self._layer = layer
         return self._entering[rows, :length]
 

@@ -284,7 +284,7 @@ def with_settings(function: Callable) -> Callable:
     kind = typing.get_type_hints(function)["settings"]
     own = [p for p in signature.parameters.values() if p.name != "settings"]
     options = list(inspect.signature(kind).parameters.values())
-    shown = signature.replace(parameters=[*own, *options])
+    shown = signature.replace(parameters=sorted([*own, *options], key=lambda p: p.kind))
 
     @functools.wraps(function)
     def call(*args, **kwargs):

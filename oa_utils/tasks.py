@@ -177,9 +177,12 @@ class Task:
 
     def log_probs(self, model: Model) -> Float[Tensor, "n vocab"]:
         """The full model's log-probabilities at each prompt's last position."""
-        batches = zip(self.tokens.split(BATCH), self.last.split(BATCH), strict=True)
+
+        def of_some(span: slice) -> Float[Tensor, "b vocab"]:
+            return model(self.tokens[span], self.last[span])
+
         with torch.no_grad():
-            return torch.cat([model(tokens, last) for tokens, last in batches])
+            return torch.cat(list(machine.in_spans(len(self), BATCH, of_some)))
 
     def accuracy(self, model: Model) -> float:
         """Share of prompts whose most likely next token, over the whole vocabulary, is right."""

@@ -179,7 +179,7 @@ class Prompts:
         fits = machine.micro_batch(self.n, bytes_each) == self.n
         self.kept: Clean | None = None
         if fits:
-            self.kept = self.clean(torch.arange(self.n))
+            self.kept = machine.or_none(lambda: self.clean(torch.arange(self.n)))
 
     def width(self, rows: Int[Tensor, " b"]) -> int:
         """Columns that the subjects of these prompts can change, at most."""
@@ -343,7 +343,8 @@ class Prompts:
         self, change: Change, windows: Sequence[range], position: str
     ) -> Float[Tensor, "copies n"]:
         """`probabilities` of all prompts, in their order."""
-        return collect(self.passes(change, windows, position), 1 + len(windows), self.n)
+        passes = partial(self.passes, change, windows, position)
+        return collect(passes, 1 + len(windows), self.n)
 
     def train(
         self,
@@ -619,7 +620,7 @@ def trace(
     ask = partial(run_setting, model, **options)
     missing = [setting for setting in asked if not store.is_stored(ask, setting)]
     if missing:
-        tell_cost(model, facts, settings, missing, part)
+        machine.or_none(lambda: tell_cost(model, facts, settings, missing, part))
     tables = []
     for result in models.each(partial(run_setting, **options), model, asked, "tracing"):
         table = result.frame()

@@ -1,8 +1,10 @@
 """Constants that lose least: many trained side by side, each on its own, by the same rule in every
 experiment."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +22,7 @@ CUTS = 2
 # `rows` (None: all) as (which of `which`, rows, [constant row]).
 Pass = tuple[slice, Int[Tensor, " rows"], Float[Tensor, "constants rows"]]
 Losses = Callable[[Sequence[Tensor], Sequence[int], Tensor | None], Iterator[Pass]]
+Passes = Callable[[Tensor | None], Iterator[Pass]]  # the same of prompts `rows` (None: all)
 Curve = list[list[float]]  # [step, mean loss over all prompts] at each look
 
 
@@ -54,12 +57,39 @@ class _State:
     starts: list[int]
 
 
-def collect(passes: Iterator[Pass], n_constants: int, n: int) -> Float[Tensor, "constants n"]:
-    """The values of all passes in one table."""
+def collect(passes: Passes, n_constants: int, n: int) -> Float[Tensor, "constants n"]:
+    """The values of n prompts in one table; where memory is refused, of half of them at a time."""
     values = torch.empty(n_constants, n)
-    for which, rows, value in passes:
-        values[which, rows] = value.float().cpu()
+
+    def put_down(span: slice) -> None:
+        everything = span == slice(0, n)
+        for which, rows, value in passes(None if everything else torch.arange(n)[span]):
+            values[which, rows] = value.float().cpu()
+
+    for _ in machine.in_spans(n, n, put_down):
+        pass
     return values
+
+
+def _slopes(losses: Callable[[Tensor], Iterator[Pass]], rows: Tensor, constants: Sequence[Tensor]):
+    """The gradient of the mean loss over these prompts for each constant, None for those that do
+    not enter; where memory is refused, from half of the prompts at a time."""
+
+    def of_some(span: slice) -> list[Tensor | None]:
+        total: list[Tensor | None] = [None] * len(constants)
+        for _, _, value in losses(rows[span]):
+            found = torch.autograd.grad(value.sum() / len(rows), constants, allow_unused=True)
+            total = list(map(_added, total, found))
+        return total
+
+    parts = machine.in_spans(len(rows), len(rows), of_some)
+    return [functools.reduce(_added, slopes) for slopes in zip(*parts, strict=True)]
+
+
+def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 def fit(
@@ -76,7 +106,7 @@ def fit(
 
     @torch.no_grad()
     def look(constants: Sequence[Tensor], which: Sequence[int]) -> Float[Tensor, "constants n"]:
-        return collect(losses(constants, which, None), len(which), n)
+        return collect(partial(losses, constants, which), len(which), n)
 
     everything = list(range(len(scales)))
     rng = machine.generator(settings.seed)
@@ -96,9 +126,9 @@ def fit(
     while state.step < settings.steps and active:
         state.step += 1
         rows = torch.randperm(n, generator=rng)[: settings.batch or n]
-        optimiser.zero_grad()
-        for _, _, value in losses(state.live, active, rows):
-            (value.sum() / len(rows)).backward()
+        slopes = _slopes(partial(losses, state.live, active), rows, state.live)
+        for constant, slope in zip(state.live, slopes, strict=True):
+            constant.grad = slope
         optimiser.step()
         if state.step % settings.look_every == 0 or state.step == settings.steps:
             _compare(state, active, look(state.live, active), optimiser, settings.tol)

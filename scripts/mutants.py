@@ -200,10 +200,10 @@ MUTANTS = [  # file, what stands there once, what is put in its place, tests
         UGS,
     ),
     ("search/acdc.py", '"k": k, "mask"', '"k": 1, "mask"', KILLS),
-    ("search/evaluate.py", "if now <= self.least:", "if True:", UGS),
-    ("search/evaluate.py", "falling = 1 - 0.9 * self.step / settings.steps", "falling = 1.0", GAP),
+    ("search/gaps.py", "if now <= self.least:", "if True:", UGS),
+    ("search/gaps.py", "falling = 1 - 0.9 * self.step / settings.steps", "falling = 1.0", GAP),
     (
-        "search/evaluate.py",
+        "search/gaps.py",
         '        self.best = Constants(*state["best"])\n',
         "",
         "test_evaluate.py",

@@ -412,7 +412,7 @@ def test_the_cost_is_announced_once_before_anything_long(gpt2, task, monkeypatch
 def test_the_cost_counts_every_pass_that_is_not_stored(gpt2, task, monkeypatch):
     """With a second for a forward and ten for a step the cost is counted by hand."""
     told = []
-    monkeypatch.setattr(components.Experiment, "_seconds", lambda self, group: (1.0, 10.0))
+    monkeypatch.setattr(components.Experiment, "_seconds", lambda self, group, trains: (1.0, 10.0))
     monkeypatch.setattr(machine, "duration", lambda seconds: told.append(seconds) or "")
     n, n_train = len(task.test), len(task.train)
     settings = {"steps": 20, "look_every": 10, "batch": 4, "draws": 3}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from importlib import import_module
 
 import joblib
 import pandas as pd
@@ -16,11 +17,12 @@ from oa_utils.graph import Edge
 from oa_utils.masked import MaskedModel
 from oa_utils.search import (
     against_random,
-    evaluate,
     gap,
+    gaps,
     random_circuits,
     sweep,
     sweep_circuit,
+    sweeps,
     ugs,
 )
 from oa_utils.search.estimators import EstimatorSettings, Slopes, estimator_errors
@@ -104,7 +106,7 @@ def test_optimal_constants_beat_the_means_on_train_prompts(dense):
     start = edge_constants(dense, task, ABLATIONS["optimal"])
     measured = []
     for constants in (start, delta.constants):
-        each = evaluate.measure(dense, part, circuit.mask, lambda rows, c=constants: c, full)
+        each = gaps.measure(dense, part, circuit.mask, lambda rows, c=constants: c, full)
         measured.append(each.mean().item())
     assert measured == pytest.approx([values[0], min(values)], rel=1e-4)
     assert float(delta) != pytest.approx(min(values), rel=1e-6), "measured on other prompts"
@@ -129,7 +131,7 @@ def test_planted_circuit_has_a_small_gap_and_random_ones_of_its_size_a_large_one
 def test_stored_gap_is_loaded_for_the_same_edges_only(dense, monkeypatch):
     task = make_task(dense.model, 16)
     first = gap(dense, task, half(dense))
-    monkeypatch.setattr(evaluate, "measure", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(gaps, "measure", lambda *given: pytest.fail("measured again"))
     assert gap(dense, task, replace(half(dense), method="own")).mean == first.mean
     with pytest.raises(pytest.fail.Exception):
         gap(dense, task, half(dense, seed=1))
@@ -189,7 +191,7 @@ def test_train_gap_stands_beside_test_gap_and_is_that_of_the_kept_constants(dens
     delta = gap(dense, task, circuit, "optimal", **QUICK, look_prompts=20)
     part = task.train[:20]
     full = part.log_probs(dense.model)
-    each = evaluate.measure(dense, part, circuit.mask, lambda rows: delta.constants, full)
+    each = gaps.measure(dense, part, circuit.mask, lambda rows: delta.constants, full)
     assert delta.train == pytest.approx(each.mean().item(), rel=1e-5)
     assert delta.train == min(value for _, value in delta.curve)
     assert gap(dense, task, circuit).train is None
@@ -203,19 +205,19 @@ def test_looks_can_be_named_by_their_steps(dense):
 
 
 def test_every_train_prompt_is_used_before_one_comes_again():
-    rows = torch.cat([evaluate.shuffled(10, 3, step, 0) for step in range(3)])
+    rows = torch.cat([gaps.shuffled(10, 3, step, 0) for step in range(3)])
     assert len(rows.unique()) == 9
-    again = torch.cat([evaluate.shuffled(10, 3, step, 0) for step in range(3, 6)])
+    again = torch.cat([gaps.shuffled(10, 3, step, 0) for step in range(3, 6)])
     assert len(again.unique()) == 9
     assert not torch.equal(rows, again)
-    assert len(evaluate.shuffled(4, 8, 1, 0)) == 4
+    assert len(gaps.shuffled(4, 8, 1, 0)) == 4
 
 
-def trainer_of(dense, snapshots, **options) -> evaluate.ConstantsTrainer:
+def trainer_of(dense, snapshots, **options) -> gaps.ConstantsTrainer:
     task = make_task(dense.model, 16)
-    settings = evaluate.GapSettings(**options)
+    settings = gaps.GapSettings(**options)
     mask = half(dense).mask
-    return evaluate.ConstantsTrainer(dense, task, mask, "optimal", settings, snapshots)
+    return gaps.ConstantsTrainer(dense, task, mask, "optimal", settings, snapshots)
 
 
 def test_the_rate_of_constants_falls_to_a_tenth(dense, tmp_path):
@@ -244,12 +246,12 @@ def test_constants_of_the_search_are_a_start_of_their_own(dense):
     assert ugs(dense, task, lam=1e-2, steps=1, ablation="counterfactual").constants is None
     untrained = {"steps": 0, "look_prompts": len(task.train)}
     fresh = gap(dense, task, circuit, "optimal", **untrained)
-    warm = gap(dense, task, circuit, "optimal", circuit.constants, **untrained)
+    warm = gap(dense, task, circuit, "optimal", start=circuit.constants, **untrained)
     assert all(map(torch.equal, warm.constants, circuit.constants))
     assert float(warm) != float(fresh)
     assert float(gap(dense, task, circuit, "optimal", **untrained)) == float(fresh)
     with pytest.raises(ValueError, match="'counterfactual' trains none"):
-        gap(dense, task, circuit, "counterfactual", circuit.constants)
+        gap(dense, task, circuit, "counterfactual", start=circuit.constants)
 
 
 def test_a_resumed_training_keeps_its_best_constants(dense, tmp_path):
@@ -266,9 +268,9 @@ def test_a_resumed_training_keeps_its_best_constants(dense, tmp_path):
 
 
 def test_rate_of_constants_follows_the_number_of_steps():
-    rates = [evaluate.GapSettings(steps=steps).rate for steps in (100, 1000, 10_000, 20_000)]
+    rates = [gaps.GapSettings(steps=steps).rate for steps in (100, 1000, 10_000, 20_000)]
     assert rates == pytest.approx([0.05, 0.02, 0.002, 0.002])
-    assert evaluate.GapSettings(steps=100, lr=0.3).rate == 0.3
+    assert gaps.GapSettings(steps=100, lr=0.3).rate == 0.3
 
 
 @pytest.mark.parametrize("metric", ["label", "logit_diff"])
@@ -305,7 +307,7 @@ def test_constants_by_position_start_from_the_means_by_position(dense):
 @pytest.mark.parametrize("given", [{"steps": 2.5}, {"batch": True}, {"look_every": [0]}])
 def test_settings_that_are_no_whole_numbers_are_refused(given):
     with pytest.raises((ValueError, TypeError)):
-        evaluate.GapSettings(**given)
+        gaps.GapSettings(**given)
 
 
 # ---- sweeps
@@ -320,7 +322,7 @@ def test_seeds_of_a_sweep_can_differ_between_searches(planted, task):
 
 def test_every_search_of_the_folder_is_known():
     known = {"ugs", "hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks", "edge_pruning"}
-    assert known <= set(evaluate.METHODS)
+    assert known <= set(sweeps.METHODS)
 
 
 def test_sweep_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
@@ -338,7 +340,7 @@ def test_sweep_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
     assert (eaps.n_edges == 5).all()
     assert (eaps.gap < 0.01).all()
     assert (table.task == "toy").all()
-    monkeypatch.setattr(evaluate, "measure", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(gaps, "measure", lambda *given: pytest.fail("measured again"))
     assert sweep(*asked, **more).equals(table)
     for path in tmp_path.rglob("sweeps/*.json"):
         path.unlink()  # the table is gone, but not its circuits and their gaps
@@ -487,7 +489,7 @@ def test_random_circuits_have_the_size_and_no_dangling_edges(dense):
 
 
 def test_random_circuits_give_up_after_so_many_draws(dense, monkeypatch):
-    monkeypatch.setattr(evaluate, "MOST_DRAWS", 100)
+    monkeypatch.setattr(import_module("oa_utils.search.random_circuits"), "MOST_DRAWS", 100)
     with pytest.warns(UserWarning, match="of 100 random circuits"):
         assert len(random_circuits(dense, 40, n=90, tolerance=0.0)) < 90
     with pytest.raises(ValueError, match="size must be from 1"):

@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 import os
 import subprocess
@@ -143,6 +144,77 @@ def test_searches_and_gaps_stay_where_memory_is_refused(tmp_path, monkeypatch):
             )
         )
     torch.testing.assert_close(*found, atol=1e-6, rtol=0)
+
+
+def refuse_more_rows_than(most, monkeypatch):
+    """Blocks and unembedding of any model find no memory for more rows than these."""
+    from oa_utils.models import Model
+
+    refused = []
+    for name in ("block", "log_probs"):
+        call = getattr(Model, name)
+
+        def limited(self, *args, call=call, **options):
+            rows = next(len(x) for x in args if isinstance(x, torch.Tensor))
+            if rows > most:
+                refused.append(rows)
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return call(self, *args, **options)
+
+        monkeypatch.setattr(Model, name, limited)
+    return refused
+
+
+def component_numbers(model, task):
+    import oa_utils as oa
+    from oa_utils import estimates
+    from oa_utils.components import ComponentSettings
+
+    training = {"steps": 3, "look_every": 2, "batch": 8}
+    ways = ["optimal", "mean", "counterfactual"]
+    gaps = oa.component_gaps(model, task, ablations=ways, families="shared", **training)
+    settings = ComponentSettings(**training)
+    prototypes = estimates.prototypes(model, task, "a0.h1", 2, settings)
+    return [*gaps.gap, *prototypes[1].by_rule]
+
+
+def tracing_numbers(model, task):
+    import oa_utils as oa
+    from oa_utils.tracing import spread
+
+    spans = torch.stack([torch.ones(len(task)), 1 + task.last.clamp(max=2)], 1).long()
+    facts = dataclasses.replace(task, subject=spans)
+    options = {"steps": 3, "look_every": 2, "batch": 8, "draws": 2}
+    options["sigma"] = spread(model, task.tokens)
+    table = oa.trace(model, facts, ["attn", "mlp"], ["last", "subject"], [1], **options)
+    return [*table.p_patched, *table.p_corrupt]
+
+
+def lens_numbers(model, task):
+    from oa_utils import lenses
+
+    tokens = tokens_of(model, n=48)
+    data = lenses.read(model, tokens)
+    training = {"steps": 3, "look_every": 2, "batch": 16}
+    trained = [lenses.train(model, data, kind, **training) for kind in ("oca", "tuned")]
+    return [value for lens in trained for value in lens.losses(data).flatten().tolist()]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "most"), [(component_numbers, 9), (tracing_numbers, 5), (lens_numbers, 5)]
+)
+def test_components_tracing_and_lenses_stay_where_memory_is_refused(
+    numbers, most, tmp_path, monkeypatch
+):
+    model = dense_model().model
+    task = make_task(model, n=32)
+    monkeypatch.setenv("OA_STORE", str(tmp_path / "much"))
+    expected = numbers(model, task)
+    monkeypatch.setenv("OA_STORE", str(tmp_path / "little"))
+    refused = refuse_more_rows_than(most, monkeypatch)
+    found = numbers(model, task)
+    assert refused
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-6, rtol=0)
 
 
 def test_spans_cover_everything_in_order_and_other_errors_pass():

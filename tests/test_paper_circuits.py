@@ -11,12 +11,13 @@ from conftest import random_gpt2
 
 from oa_utils import store, tasks
 from oa_utils.circuits import manual_circuit
+from oa_utils.fills import ABLATIONS, edge_constants
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.models import wrap
 from oa_utils.paper import circuits as study
 from oa_utils.paper import claims, random
-from oa_utils.search import against_random, sweep
+from oa_utils.search import against_random, sweep, ugs
 from oa_utils.tasks import Task
 
 GAP = {"steps": 2, "batch": 8, "look_every": 1, "draws": 1}
@@ -277,10 +278,27 @@ def test_spoofing_compares_tasks(masked, ioi, greater_than):
 
 
 def test_circuits_are_measured_under_other_rules(masked, ioi):
-    found = sweep(masked, ioi, ["ugs"], ["counterfactual", "optimal"], {"lam": [0.1]}, [0], OPTIONS)
+    both = ["counterfactual", "optimal"]
+    found = sweep(masked, ioi, ["ugs"], both, {"lam": [0.1]}, [0], OPTIONS, GAP)
     table = study.other_rules(masked, ioi, found, GAP)
-    assert table["measured under"].tolist() == ["OA", "OA, constants by position"]
+    assert table["found under"].tolist() == ["CF", "OA"]
+    assert table["Δ under OA"].notna().all()
+    own = table.iloc[1]
+    assert own["Δ under OA"] == pytest.approx(own["Δ, its own rule"])
+
+
+def test_constants_by_position_are_searched_and_measured(masked, ioi):
+    options = {**OPTIONS["ugs"], "steps": 2}
+    table = study.by_family(masked, ioi, 0.1, options, GAP)
+    assert table["searched with"].tolist() == ["shared", "shared", "position", "position"]
+    assert table["measured with"].tolist() == ["shared", "position", "shared", "position"]
     assert table["Δ"].notna().all()
+    means = edge_constants(masked, ioi, ABLATIONS["mean"])
+    circuit = ugs(masked, ioi, "optimal", lam=0.1, constants=means, **options)
+    assert circuit.constants.embed.shape == means.embed.shape
+    assert (circuit.constants.embed != means.embed).any(), "they train along"
+    with pytest.raises(ValueError, match="counterfactual.*trains none"):
+        ugs(masked, ioi, "counterfactual", lam=0.1, constants=means, **options)
 
 
 def test_budgets_are_checked_on_the_validation_part(masked, tmp_path):

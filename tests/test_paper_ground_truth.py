@@ -6,7 +6,7 @@ from oa_utils.known import known
 from oa_utils.masked import MaskedModel
 from oa_utils.paper import ground_truth
 from oa_utils.paper.ground_truth import SEARCHES, WAYS, Hidden, Spending
-from oa_utils.search.evaluate import METHODS
+from oa_utils.search.sweeps import METHODS
 
 
 def tables(f1: float = 1.0, decoys: float = 0.0) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -17,7 +17,7 @@ from oa_utils.graph import Edge, Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.search import acdc, eap, eap_ig, edge_pruning, gap, hcgs, shared, sweep, ugs
 from oa_utils.search.eap import EAPSettings, Scores, eap_scores, top_edges
-from oa_utils.search.evaluate import measure
+from oa_utils.search.gaps import measure
 from oa_utils.search.loop import Trainer, price
 from oa_utils.store import Snapshots
 from oa_utils.tasks import Task
@@ -662,7 +662,7 @@ def test_top_edges_takes_as_many_as_fit():
         (hcgs, hcgs_file.HCGSSettings),
         (acdc, acdc_file.ACDCSettings),
         (edge_pruning, import_module("oa_utils.search.edge_pruning").EdgePruningSettings),
-        (gap, import_module("oa_utils.search.evaluate").GapSettings),
+        (gap, import_module("oa_utils.search.gaps").GapSettings),
     ],
 )
 def test_signatures_show_every_setting(function, settings):

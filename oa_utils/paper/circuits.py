@@ -20,13 +20,14 @@ from torch import Tensor
 
 from oa_utils import models, plots, stats, store
 from oa_utils.circuits import manual_circuit
+from oa_utils.fills import ABLATIONS, edge_constants
 from oa_utils.graph import Graph
 from oa_utils.machine import choose
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model
 from oa_utils.paper.claims import Claim
 from oa_utils.search import gap, sweep, sweep_circuit, ugs
-from oa_utils.search.evaluate import METHODS, Wanted, find_and_measure
+from oa_utils.search.sweeps import METHODS, Wanted, find_and_measure
 from oa_utils.search.ugs import SLOWER, UGSSettings, learning_rate
 from oa_utils.tasks import Task
 
@@ -292,17 +293,34 @@ def early_theta(
 def other_rules(
     masked: MaskedModel, task: Task, table: pd.DataFrame, gap_options: Mapping[str, Any]
 ) -> pd.DataFrame:
-    """Circuits of a sweep under other rules than their own: those found under CF with constants
-    that carry nothing of the prompt (OA), those of OA with constants by position (appendix F.2)."""
+    """Circuits of a sweep measured with constants that carry nothing of the prompt (OA)."""
     rows = []
     for row in table.itertuples():
-        circuit = sweep_circuit(masked, row)
-        by_position = {"family": "position"} if row.ablation == "optimal" else {}
-        delta = gap(masked, task, circuit, "optimal", **gap_options, **by_position)
-        how = "OA, constants by position" if by_position else "OA"
+        delta = gap(masked, task, sweep_circuit(masked, row), "optimal", **gap_options)
         found = plots.LABELS[row.ablation]
         line = {"found under": found, "n_edges": row.n_edges, "Δ, its own rule": row.gap}
-        rows.append(line | {"measured under": how, "Δ": delta.mean, "se": delta.se})
+        rows.append(line | {"Δ under OA": delta.mean, "se": delta.se})
+    return pd.DataFrame(rows)
+
+
+def by_family(
+    masked: MaskedModel,
+    task: Task,
+    lam: float,
+    options: Mapping[str, Any],
+    gap_options: Mapping[str, Any],
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Appendix F.2: UGS under OA with one constant for all positions of a vertex, or with one for
+    each, in the search and in the measuring."""
+    starts = {"shared": None, "position": edge_constants(masked, task, ABLATIONS["mean"])}
+    rows = []
+    for searched, start in starts.items():
+        circuit = ugs(masked, task, "optimal", lam=lam, seed=seed, constants=start, **options)
+        for family in starts:
+            delta = gap(masked, task, circuit, "optimal", **gap_options, family=family)
+            row = {"searched with": searched, "n_edges": circuit.n_edges, "measured with": family}
+            rows.append(row | {"Δ": delta.mean, "se": delta.se, "Δ, train": delta.train})
     return pd.DataFrame(rows)
 
 

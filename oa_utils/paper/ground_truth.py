@@ -20,7 +20,7 @@ from oa_utils.known import Known, known
 from oa_utils.masked import MaskedModel
 from oa_utils.paper.claims import Claim
 from oa_utils.search import gap
-from oa_utils.search.evaluate import METHODS
+from oa_utils.search.sweeps import METHODS
 
 WAYS = ("zero", "mean", "resample", "counterfactual", "optimal")
 SEARCHES = ("ugs", "hcgs", "edge_pruning", "acdc", "eap", "eap_ig")

@@ -89,14 +89,9 @@ class Scores:
         can be chosen: the gradient by α is (value − fill) · slope, and less (value − clean) · slope
         it is what is asked for.
         """
-        tokens, _ = batch_of(self.part, rows)
-        embed = fill.embed
-        if isinstance(fill, Constants):
-            positions = torch.arange(tokens.shape[1]).clamp(max=len(embed) - 1)
-            embed = embed[positions].expand(len(rows), -1, -1)
-        clean = self.masked.activations(tokens)._replace(embed=embed)
         from_embed = self.masked.graph.src == 0
         points = self.settings.points
+        clean = self.clean_fill(rows, fill) if points > 1 else None
         total = torch.zeros(self.n_edges)
         for k in range(1, points + 1):
             mask = torch.where(from_embed, k / points, 1.0)
@@ -104,6 +99,15 @@ class Scores:
             if k < points:  # at the clean end values are clean
                 total -= self.gradient(rows, mask, clean) * ~from_embed
         return total
+
+    def clean_fill(self, rows: Int[Tensor, " b"], fill: Fill) -> Fill:
+        """Clean values for all vertices but embed, which keeps its fill."""
+        tokens, _ = batch_of(self.part, rows)
+        embed = fill.embed
+        if isinstance(fill, Constants):
+            positions = torch.arange(tokens.shape[1]).clamp(max=len(embed) - 1)
+            embed = embed[positions].expand(len(rows), -1, -1)
+        return self.masked.activations(tokens)._replace(embed=embed)
 
     def mean(self) -> Float[Tensor, " n_edges"]:
         """Of all train prompts and all points of the path."""

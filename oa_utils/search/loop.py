@@ -27,6 +27,7 @@ from oa_utils.search.shared import (
     batch_of,
     check_price,
     check_search,
+    check_start,
     kept_edges,
     scaled_rate,
     stored_circuit,
@@ -145,6 +146,7 @@ class Trainer:
         settings: LoopSettings,
         sampler: Sampler,
         snapshots: Snapshots,
+        constants: Constants | None = None,
     ):
         self.masked = masked
         self.settings = settings
@@ -161,7 +163,7 @@ class Trainer:
         ablation = find_ablation(settings.ablation)
         self.constants: Constants | None = None
         if ablation.trained:
-            start = edge_constants(masked, task, ablation)
+            start = edge_constants(masked, task, ablation) if constants is None else constants
             self.constants = Constants(*(part.clone().requires_grad_() for part in start))
             for name, part in self.constants._asdict().items():
                 self.parameters[f"constants.{name}"] = part
@@ -301,15 +303,17 @@ def train_circuit(
     sampler: type[Sampler],
     version: int,
     aim: str,
+    constants: Constants | None = None,
 ) -> Circuit:
     """The circuit that training this sampler finds; its history holds loss, expected size and
     histograms of θ, and θ."""
     check_search(masked, task, settings.ablation)
+    check_start(constants, settings.ablation)
 
     def compute(snapshots: Snapshots) -> tuple[dict, dict[str, Tensor]]:
         distribution = sampler(masked.graph, settings)
-        trainer = Trainer(masked, task, settings, distribution, snapshots)
+        trainer = Trainer(masked, task, settings, distribution, snapshots, constants)
         return trainer.run(f"{method} {settings.ablation}")
 
     words = f"{aim}_steps={settings.steps}"
-    return stored_circuit(method, masked, task, settings, compute, version, words)
+    return stored_circuit(method, masked, task, settings, compute, version, words, constants)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from oa_utils.circuits import Circuit
 from oa_utils.fills import Constants, find_ablation
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
+from oa_utils.models import Model
 from oa_utils.tasks import Task
 
 Value = TypeVar("Value")
@@ -31,6 +33,12 @@ class Method(NamedTuple):
     aim: str  # what says how large a circuit becomes: lam or n_edges
     trains: bool  # constants train along; the others' circuits found under CF are measured under OA
     check: Callable[..., None] | None = None  # refuses arguments, before any work
+
+
+@cache
+def masked_of(model: Model, level: str) -> MaskedModel:
+    """A worker's masked model, made once."""
+    return MaskedModel(model, level)
 
 
 def scaled_rate(rate: float, its_steps: int, steps: int, most: float) -> float:
@@ -64,6 +72,16 @@ def check_search(masked: MaskedModel, task: Task, ablation: str, fixed: str = ""
             "ablation='optimal'), as the paper does; or use ugs or hcgs, which train constants "
             "along"
         )
+
+
+def check_start(constants: Constants | None, ablation: str) -> None:
+    if constants is not None and not find_ablation(ablation).trained:
+        raise ValueError(f"constants to start from are for 'optimal': {ablation!r} trains none")
+
+
+def named_start(constants: Constants | None) -> dict[str, str]:
+    """What constants to start from add to a run's name."""
+    return {} if constants is None else {"start": store.fingerprint(list(constants))}
 
 
 def check_price(lam: float | str, level: str) -> None:
@@ -162,6 +180,7 @@ def stored_circuit(
     compute: Callable[[store.Snapshots], tuple[dict, dict[str, Tensor]]],
     version: int,
     aim: str,
+    start: Constants | None = None,
 ) -> Circuit:
     """The circuit that `compute` found, now or earlier: `edges` and `history` of its numbers, final
     θ of its tensors."""
@@ -172,7 +191,7 @@ def stored_circuit(
         compute,
         model=masked.model,
         task=task,
-        inputs=masked.run_inputs,
+        inputs=masked.run_inputs | named_start(start),
         version=version,
         key=key,
     )

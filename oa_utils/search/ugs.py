@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oa_utils import machine
 from oa_utils.circuits import Circuit
-from oa_utils.fills import find_ablation
+from oa_utils.fills import Constants, find_ablation
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.search.loop import LoopSettings, Sampler, train_circuit
@@ -121,10 +121,20 @@ class Uniform(Sampler):
 
 
 @with_settings
-def ugs(masked: MaskedModel, task: Task, *, settings: UGSSettings) -> Circuit:
-    """The circuit of uniform gradient sampling; settings as in `UGSSettings`."""
+def ugs(
+    masked: MaskedModel,
+    task: Task,
+    *,
+    constants: Constants | None = None,
+    settings: UGSSettings,
+) -> Circuit:
+    """The circuit of uniform gradient sampling; settings as in `UGSSettings`.
+
+    Under `optimal` the constants that train along start from the means, or from `constants`; where
+    these have an axis of positions, every position has its own.
+    """
     aim = f"lam={settings.lam:g}"
-    return train_circuit("ugs", masked, task, settings, Uniform, VERSION, aim)
+    return train_circuit("ugs", masked, task, settings, Uniform, VERSION, aim, constants)
 
 
 METHODS = {"ugs": Method(ugs, "lam", trains=True)}

@@ -1,0 +1,211 @@
+"""Sweeps: circuits of many methods, ablations, sizes and seeds, found and measured."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from oa_utils import metrics, models, store
+from oa_utils.circuits import Circuit
+from oa_utils.fills import find_ablation
+from oa_utils.masked import MaskedModel
+from oa_utils.models import Model
+from oa_utils.search.gaps import VERSION, GapSettings, gap
+from oa_utils.search.shared import Method, check_search, edge_mask, masked_of
+from oa_utils.store import Snapshots
+from oa_utils.tasks import Task
+
+DIGITS = 4  # of the gaps of single prompts in a sweep
+
+
+def collected_methods() -> dict[str, Method]:
+    """The searches that the files of this folder declare as their METHODS."""
+    methods: dict[str, Method] = {}
+    for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if file.name != Path(__file__).stem:
+            module = import_module(f"oa_utils.search.{file.name}")
+            methods |= getattr(module, "METHODS", {})
+    return methods
+
+
+METHODS = collected_methods()
+
+
+class Wanted(NamedTuple):
+    """One circuit of a sweep."""
+
+    method: str
+    ablation: str
+    value: float  # λ, or n_edges
+    seed: int
+
+    @property
+    def searched(self) -> str:
+        """The ablation that it is searched under: methods that train no constants search under CF
+        instead of OA."""
+        trained = find_ablation(self.ablation).trained
+        return "counterfactual" if trained and not METHODS[self.method].trains else self.ablation
+
+    def arguments(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        aim = METHODS[self.method].aim
+        is_size = aim == "n_edges" and self.value == int(self.value)
+        value = int(self.value) if is_size else self.value
+        given = {"ablation": self.searched, "seed": self.seed, aim: value}
+        return given | dict(options.get(self.method, {}))
+
+
+def find_and_measure(
+    model: Model,
+    wanted: Wanted,
+    task: Task,
+    options: Mapping[str, Mapping[str, Any]],
+    gap_options: Mapping[str, Any],
+    level: str = "edge",
+) -> dict[str, Any]:
+    """One circuit, found and measured: a row of a sweep."""
+    masked = masked_of(model, level)
+    circuit = METHODS[wanted.method].search(masked, task, **wanted.arguments(options))
+    delta = gap(masked, task, circuit, wanted.ablation, **gap_options)
+    return {
+        "task": task.name,
+        "method": wanted.method,
+        "ablation": str(wanted.ablation),
+        "searched": str(wanted.searched),
+        "seed": wanted.seed,
+        "asked": wanted.value,
+        "n_edges": circuit.n_edges,
+        "n_heads": len(circuit.heads),
+        "gap": delta.mean,
+        "se": delta.se,
+        "n": delta.n,
+        "train": delta.train,
+        "edges": circuit.mask.nonzero()[:, 0].tolist(),
+        "each": [float(f"{x:.{DIGITS}g}") for x in delta.each.tolist()],
+    }
+
+
+def _wanted(
+    methods: Iterable[str],
+    ablations: Iterable[str],
+    grid: Mapping[Any, Sequence[float]],
+    seeds: Iterable[int] | Mapping[Any, Sequence[int]],
+) -> list[Wanted]:
+    """The circuits of a sweep, in order."""
+    seeds_of = seeds if isinstance(seeds, Mapping) else {None: list(seeds)}
+    circuits = []
+    for method, ablation in product(methods, list(ablations)):
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}: there are {', '.join(METHODS)}")
+        aim = METHODS[method].aim
+        keys = [key for key in ((method, ablation), method, aim) if key in grid]
+        if not keys and any(isinstance(key, tuple) and key[0] == method for key in grid):
+            continue  # this method is asked for under other ablations only
+        if not keys:
+            raise ValueError(
+                f"grid has no values for {method}: give them under {(method, ablation)}, "
+                f"{method!r} or {aim!r}"
+            )
+        own_seeds = seeds_of.get((method, ablation), seeds_of[None])
+        circuits += [Wanted(method, ablation, v, s) for v in grid[keys[0]] for s in own_seeds]
+    return circuits
+
+
+def _check_sweep(
+    masked: MaskedModel,
+    task: Task,
+    circuits: list[Wanted],
+    options: Mapping[str, Mapping[str, Any]],
+    gap_options: Mapping[str, Any],
+) -> None:
+    """Everything that could be wrong is found before the first circuit."""
+    if unknown := [name for name in options if name not in METHODS]:
+        raise ValueError(f"options for {unknown[0]!r}: methods are {', '.join(METHODS)}")
+    metrics.check_metric(GapSettings(**gap_options).metric, task)
+    for wanted in circuits:
+        method = METHODS[wanted.method]
+        check_search(masked, task, wanted.ablation)
+        check_search(masked, task, wanted.searched, fixed="" if method.trains else wanted.method)
+        arguments = wanted.arguments(options)
+        store.check_call(method.search, masked, task, **arguments)
+        if method.check is not None:
+            method.check(masked, task, **arguments)
+
+
+def sweep(
+    masked: MaskedModel,
+    task: Task,
+    methods: Iterable[str],
+    ablations: Iterable[str],
+    grid: Mapping[Any, Sequence[float]],
+    seeds: Iterable[int] | Mapping[Any, Sequence[int]] = (0,),
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    gap_options: Mapping[str, Any] | None = None,
+    metric: str = "kl",
+) -> pd.DataFrame:
+    """A row for each method, ablation, value and seed: the circuit found, and its gap under the
+    same ablation: KL, or by how much answers fall (`metric` as in `gap`), with its standard error,
+    the gap of train prompts where constants were trained (`train`), and that of each test prompt
+    (`each`).
+
+    `grid` gives the values of λ, or of n_edges for eap, eap_ig and edge_pruning, by (method,
+    ablation), by method, or by `"lam"` and `"n_edges"`; a method that stands there with some
+    ablations runs under these only. `seeds` are for all, or by (method, ablation) with those of
+    the others under None. `options` are settings by method, `gap_options` those of `gap`.
+    What is stored is not computed again, so a sweep that was killed goes on. Under `optimal`, ACDC
+    and EAP take the circuit found under `counterfactual` (column `searched`).
+    `sweep_circuit(masked, row)` makes a row's circuit.
+    """
+    options = options or {}
+    gap_options = {**(gap_options or {}), "metric": metric}
+    circuits = _wanted(methods, ablations, grid, seeds)
+    _check_sweep(masked, task, circuits, options, gap_options)
+
+    def compute(_: Snapshots) -> dict:
+        one = partial(
+            find_and_measure,
+            task=task,
+            options=options,
+            gap_options=gap_options,
+            level=masked.graph.level,
+        )
+        return {"rows": models.each(one, masked.model, circuits, desc="circuits")}
+
+    used = {wanted.method for wanted in circuits}
+    result = store.run(
+        "sweeps",
+        None,
+        compute,
+        model=masked.model,
+        task=task,
+        inputs={
+            "circuits": [list(wanted) for wanted in circuits],
+            "options": {name: dict(given) for name, given in options.items() if name in used},
+            "gap_options": dict(gap_options),
+        }
+        | masked.run_inputs,
+        version=VERSION,
+        key=f"{task.name}_n={len(task)}_{len(circuits)}-circuits",
+    )
+    return result.frame()
+
+
+def sweep_circuit(masked: MaskedModel, row: Any) -> Circuit:
+    """The circuit of one row of a sweep."""
+    return Circuit(
+        masked.graph,
+        edge_mask(masked.graph, list(row.edges)),
+        row.method,
+        row.ablation,
+        {"asked": row.asked},
+        int(row.seed),
+        gap=row.gap,
+        model=masked.model.name,
+        fingerprint=masked.model.fingerprint,
+    )
