@@ -140,3 +140,27 @@ def families_script():
     spec.loader.exec_module(script)
     sys.path.remove(str(folder))
     return script
+
+
+@pytest.fixture
+def planted():
+    """A masked model in which only a few edges matter."""
+    from toys import planted_model
+
+    return planted_model()
+
+
+@pytest.fixture
+def dense():
+    """A masked model in which every edge matters."""
+    from toys import dense_model
+
+    return dense_model()
+
+
+@pytest.fixture
+def task(planted):
+    """Prompts for both; files with other models have their own."""
+    from toys import make_task
+
+    return make_task(planted.model)

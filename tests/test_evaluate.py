@@ -8,7 +8,7 @@ import joblib
 import pandas as pd
 import pytest
 import torch
-from toys import PLANTED, dense_model, make_task, planted_model
+from toys import PLANTED, make_task
 
 from oa_utils import machine, models, stats, store, tasks
 from oa_utils.circuits import Circuit
@@ -27,25 +27,9 @@ from oa_utils.search import (
 )
 from oa_utils.search.estimators import EstimatorSettings, Slopes, estimator_errors
 from oa_utils.store import Snapshots
-from oa_utils.tasks import Task
 
 QUICK = {"steps": 40, "batch": 8, "look_every": 10}
 FOR_EDGES = [name for name, rule in ABLATIONS.items() if not rule.noise]
-
-
-@pytest.fixture
-def planted() -> MaskedModel:
-    return planted_model()
-
-
-@pytest.fixture
-def dense() -> MaskedModel:
-    return dense_model()
-
-
-@pytest.fixture
-def task(planted) -> Task:
-    return make_task(planted.model)
 
 
 def circuit_of(masked, mask=None, method="own") -> Circuit:

@@ -9,18 +9,16 @@ from importlib import import_module
 import pytest
 import scipy.stats
 import torch
-from toys import PLANTED, dense_model, make_task, planted_model
+from toys import PLANTED, make_task
 
 from oa_utils import machine, stats, store
 from oa_utils.fills import ABLATIONS, edge_constants, edge_fill
 from oa_utils.graph import Edge, Graph
-from oa_utils.masked import MaskedModel
 from oa_utils.search import acdc, eap, eap_ig, edge_pruning, gap, hcgs, shared, sweep, ugs
 from oa_utils.search.eap import EAPSettings, Scores, eap_scores, top_edges
 from oa_utils.search.gaps import measure
 from oa_utils.search.loop import Trainer, price
 from oa_utils.store import Snapshots
-from oa_utils.tasks import Task
 
 acdc_file = import_module("oa_utils.search.acdc")
 hcgs_file = import_module("oa_utils.search.hcgs")
@@ -29,21 +27,6 @@ Backwards = acdc_file.Backwards
 draw = ugs_file.draw
 normalise = ugs_file.normalise
 window = ugs_file.window
-
-
-@pytest.fixture
-def planted() -> MaskedModel:
-    return planted_model()
-
-
-@pytest.fixture
-def dense() -> MaskedModel:
-    return dense_model()
-
-
-@pytest.fixture
-def task(planted) -> Task:
-    return make_task(planted.model)
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:

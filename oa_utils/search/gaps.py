@@ -18,6 +18,7 @@ from oa_utils.fills import ABLATIONS, Constants, EdgeFill, edge_constants, edge_
 from oa_utils.masked import MaskedModel
 from oa_utils.search.shared import (
     EVALUATION_BATCH,
+    Training,
     add_gradients,
     batch_of,
     check_search,
@@ -120,7 +121,7 @@ def shuffled(n: int, batch: int, step: int, seed: int) -> Int[Tensor, " b"]:
     return order[step % steps * batch :][:batch]
 
 
-class ConstantsTrainer:
+class ConstantsTrainer(Training):
     """Constants for one circuit: the best that any look at train prompts saw, the start first."""
 
     def __init__(
@@ -133,23 +134,19 @@ class ConstantsTrainer:
         snapshots: Snapshots,
         start: Constants | None = None,
     ):
-        self.masked = masked
+        super().__init__(masked, task, settings, snapshots)
         self.mask = mask
-        self.settings = settings
-        self.snapshots = snapshots
-        self.part = task.train
-        self.full = self.part.log_probs(masked.model)
         self.seen = min(settings.look_prompts, len(self.part))
         if start is None:
             by_position = settings.family == "position"
             rule = ABLATIONS["mean"] if by_position else find_ablation(ablation)
             start = edge_constants(masked, task, rule)
         self.constants = Constants(*(x.clone().requires_grad_() for x in start))
+        self.parameters = self.constants._asdict()
         # Adam's usual long memory would let the steep start slow all later steps
         self.optimiser = torch.optim.Adam(self.constants, lr=settings.rate, betas=(0.5, 0.9))
         self.best = self.constants.clone()
         self.curve: list[list[float]] = []  # [step, gap]
-        self.step = 0
 
     @property
     def least(self) -> float:
@@ -157,24 +154,14 @@ class ConstantsTrainer:
         return min((value for _, value in self.curve), default=math.inf)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "curve": self.curve,
-            "best": list(self.best),
-            "constants": [value.detach() for value in self.constants],
-            "optimiser": self.optimiser.state_dict(),
-        }
+        return super().state() | {"curve": self.curve, "best": list(self.best)}
 
-    def resume(self) -> None:
-        state = self.snapshots.load()
-        if state is None:
-            return
-        self.step = state["step"]
-        self.curve = state["curve"]
-        self.best = Constants(*state["best"])
-        for value, saved in zip(self.constants, state["constants"], strict=True):
-            value.data.copy_(saved)
-        self.optimiser.load_state_dict(state["optimiser"])
+    def resume(self) -> dict[str, Any] | None:
+        state = super().resume()
+        if state is not None:
+            self.curve = state["curve"]
+            self.best = Constants(*state["best"])
+        return state
 
     def look(self) -> float:
         """The gap of the first train prompts; returns the seconds that it took."""

@@ -23,6 +23,7 @@ from oa_utils.fills import Constants, edge_constants, edge_fill, find_ablation
 from oa_utils.graph import Graph
 from oa_utils.masked import MaskedModel
 from oa_utils.search.shared import (
+    Training,
     add_gradients,
     batch_of,
     check_price,
@@ -136,8 +137,8 @@ class Sampler:
         return self.edges(self.keep() > self.settings.tau)
 
 
-class Trainer:
-    """One training run, which can stop and go on at any step."""
+class Trainer(Training):
+    """One training run of a sampler."""
 
     def __init__(
         self,
@@ -148,14 +149,9 @@ class Trainer:
         snapshots: Snapshots,
         constants: Constants | None = None,
     ):
-        self.masked = masked
-        self.settings = settings
+        super().__init__(masked, task, settings, snapshots)
         self.sampler = sampler
-        self.snapshots = snapshots
-        self.part = task.train
-        self.full = self.part.log_probs(masked.model)
         self.rng = machine.generator(settings.seed + 1)
-        self.step = 0
         self.history: dict[str, list] = {"step": [], "loss": [], "size": [], "histogram": []}
         self.losses: list[float] = []  # since the last report
         self.parameters = dict(sampler.parameters)
@@ -175,27 +171,17 @@ class Trainer:
 
     # ---- going on after a stop
 
-    def state(self, rng: Tensor) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "history": self.history,
-            "losses": self.losses,
-            "rng": rng,
-            "parameters": {name: value.detach() for name, value in self.parameters.items()},
-            "optimiser": self.optimiser.state_dict(),
-        }
+    def state(self) -> dict[str, Any]:
+        kept = {"history": self.history, "losses": self.losses, "rng": self.rng.get_state()}
+        return super().state() | kept
 
-    def resume(self) -> None:
-        state = self.snapshots.load()
-        if state is None:
-            return
-        self.step = state["step"]
-        self.history = state["history"]
-        self.losses = state["losses"]
-        self.rng.set_state(state["rng"])
-        for name, value in self.parameters.items():
-            value.data.copy_(state["parameters"][name])
-        self.optimiser.load_state_dict(state["optimiser"])
+    def resume(self) -> dict[str, Any] | None:
+        state = super().resume()
+        if state is not None:
+            self.history = state["history"]
+            self.losses = state["losses"]
+            self.rng.set_state(state["rng"])
+        return state
 
     # ---- one step
 
@@ -251,7 +237,7 @@ class Trainer:
         gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
         if math.isfinite(loss) and all(bool(g.isfinite().all()) for g in gradients):
             return
-        self.snapshots.save(self.state(rng_before))
+        self.snapshots.save(self.state() | {"rng": rng_before})
         raise RuntimeError(
             f"loss or gradient is not finite at step {self.step} (loss {loss:.3g}); the last good "
             f"state, before this step, is kept in {self.snapshots.path}. A smaller learning rate "
@@ -287,7 +273,7 @@ class Trainer:
                 self.report()
                 size = f"{self.history['size'][-1]:.0f}"
                 bar.set_postfix(KL=f"{self.history['loss'][-1]:.3g}", edges=size)
-            self.snapshots.save_when_due(lambda: self.state(self.rng.get_state()))
+            self.snapshots.save_when_due(self.state)
         bar.close()
         tensors = {} if self.constants is None else dict(self.constants.clone()._asdict())
         tensors["theta"] = self.sampler.edges(self.sampler.keep()).detach()

@@ -147,6 +147,39 @@ def add_gradients(
     return total
 
 
+class Training:
+    """Steps of an optimiser on a task's train part, which can stop and go on at any of them."""
+
+    parameters: dict[str, Tensor]  # by name: they and the optimiser are set by who trains
+    optimiser: torch.optim.Optimizer
+
+    def __init__(self, masked: MaskedModel, task: Task, settings: Any, snapshots: store.Snapshots):
+        self.masked = masked
+        self.settings = settings
+        self.snapshots = snapshots
+        self.part = task.train
+        self.full = self.part.log_probs(masked.model)
+        self.step = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a snapshot holds."""
+        return {
+            "step": self.step,
+            "parameters": {name: value.detach() for name, value in self.parameters.items()},
+            "optimiser": self.optimiser.state_dict(),
+        }
+
+    def resume(self) -> dict[str, Any] | None:
+        """Goes on from the last snapshot, if there is one, and hands it back."""
+        state = self.snapshots.load()
+        if state is not None:
+            self.step = state["step"]
+            for name, value in self.parameters.items():
+                value.data.copy_(state["parameters"][name])
+            self.optimiser.load_state_dict(state["optimiser"])
+        return state
+
+
 def as_circuit(
     masked: MaskedModel,
     mask: Tensor,
