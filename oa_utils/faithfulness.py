@@ -2,8 +2,9 @@
 
 The last token's stream at a layer is perturbed; the model goes on from there, with the keys and
 values of the other tokens as they were, and each lens reads the same perturbed stream. Two
-measures: over directions, how the size of the model's and the lens's reaction correlate, and, over
-contexts, how similar the two reactions are as changes of log-probabilities (appendix H).
+measures: over directions, how the size of the model's and the lens's reaction correlate (as
+logarithms, as in the authors' numbers; the paper's formula has none), and, over contexts, how
+similar the two reactions are as changes of log-probabilities (appendix H).
 """
 
 from collections.abc import Sequence
@@ -23,10 +24,8 @@ from oa_utils.lenses import Lens, Readings, TunedLens, fingerprints
 from oa_utils.models import KeysValues, Model, recording
 
 VERSION = 2
-PERTURBATIONS = ("steer_random", "steer_basis", "project_random", "project_basis", "resample_basis")
 # as steering, with a length drawn anew for each context: then a direction has no size of its own
 EACH = ("steer_random_each", "steer_basis_each")
-REFERENCE = ("shift_basis", "project_columns", "shift_columns")  # what the reference code did
 MEASURES = ("magnitude", "magnitude_rank", "direction")
 PASS = 256  # rows of logits in one pass
 
@@ -235,7 +234,8 @@ def measures(
     lens: Float[np.ndarray, "*any n"],
     similar: Float[np.ndarray, "*any n"],
 ) -> Float[np.ndarray, "3 *any"]:
-    """Pearson correlation of logs, rank correlation, mean similarity, over the last axis."""
+    """Over the last axis: Pearson correlation of logs (the authors' magnitude correlation; the
+    paper's has no logarithm), rank correlation (the same with and without), mean similarity."""
     log_full = np.log(np.maximum(full, 1e-30))
     log_lens = np.log(np.maximum(lens, 1e-30))
     ranks = [scipy.stats.rankdata(x, axis=-1) for x in (log_full, log_lens)]

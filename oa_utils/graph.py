@@ -17,7 +17,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -80,16 +79,6 @@ class _Edges(Sequence):
         vertices = self._graph.vertices
         for (dst, slot), span in self._graph.reader_slices.items():
             yield from (Edge(src, dst, slot) for src in vertices[: span.stop - span.start])
-
-    def __contains__(self, edge) -> bool:
-        try:
-            self._graph.index(edge)
-        except (ValueError, TypeError):
-            return False
-        return True
-
-    def index(self, edge: Edge | str) -> int:
-        return self._graph.index(edge)
 
     def __repr__(self) -> str:
         return f"<{len(self)} edges of {self._graph}>"
@@ -173,12 +162,8 @@ class Graph:
         return [*sizes, self.writers_before(self.n_layers)]
 
     @cached_property
-    def _starts(self) -> list[int]:
-        return [0, *accumulate(self._sizes)]
-
-    @property
     def n_edges(self) -> int:
-        return self._starts[-1]
+        return sum(self._sizes)
 
     def __len__(self) -> int:
         return self.n_edges
@@ -270,18 +255,15 @@ class Graph:
             )
         return span.start + i
 
+    @cached_property
+    def _readers(self) -> tuple[list[int], list[tuple[str, str]]]:
+        """Where the in-edges of each reader begin, and the readers."""
+        return [span.start for span in self.reader_slices.values()], list(self.reader_slices)
+
     def _edge(self, i: int) -> Edge:
-        block = bisect_right(self._starts, i) - 1
-        layer, kind = divmod(block, 2)
-        i -= self._starts[block]
-        if layer == self.n_layers:
-            return Edge(self.vertices[i], "out")
-        if kind == 1:
-            return Edge(self.vertices[i], f"m{layer}")
-        reader, src = divmod(i, self.writers_before(layer))
-        slot, vertex = divmod(reader, self.attention_writers)
-        dst = self.attention_vertices(layer)[vertex]
-        return Edge(self.vertices[src], dst, self.slots[slot])
+        starts, readers = self._readers
+        reader = bisect_right(starts, i) - 1
+        return Edge(self.vertices[i - starts[reader]], *readers[reader])
 
     def mask(self, edges: Iterable[Edge | str]) -> Bool[Tensor, " n_edges"]:
         """True at these edges, which may be given by their names."""
@@ -301,23 +283,14 @@ class Graph:
     @cached_property
     def src(self) -> Int[Tensor, " n_edges"]:
         """Vertex index of the writer of every edge."""
-        parts = []
-        for layer in range(self.n_layers):
-            readers = len(self.slots) * self.attention_writers
-            parts.append(torch.arange(self.writers_before(layer)).repeat(readers))
-            parts.append(torch.arange(self.mlp_writers(layer)))
-        return torch.cat([*parts, torch.arange(self.n_vertices - 1)])
+        return torch.cat([torch.arange(s.stop - s.start) for s in self.reader_slices.values()])
 
     @cached_property
     def dst(self) -> Int[Tensor, " n_edges"]:
         """Vertex index of the reader of every edge; q, k and v of a head are one vertex."""
-        parts = []
-        for layer in range(self.n_layers):
-            w = self.writers_before(layer)
-            mlp = w + self.attention_writers
-            attention = torch.arange(w, mlp).repeat_interleave(w).repeat(len(self.slots))
-            parts += [attention, torch.full((self.mlp_writers(layer),), mlp)]
-        return torch.cat([*parts, torch.full((self.n_vertices - 1,), self.n_vertices - 1)])
+        sizes = torch.tensor([s.stop - s.start for s in self.reader_slices.values()])
+        readers = torch.tensor([self.vertex_index(vertex) for vertex, _ in self.reader_slices])
+        return readers.repeat_interleave(sizes)
 
     @cached_property
     def degree(self) -> Int[Tensor, " n_vertices"]:

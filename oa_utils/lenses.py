@@ -140,11 +140,6 @@ def read_several(
     return read(model, tokens, torch.cat([last, others], 1)[:, :positions])
 
 
-def unembed(model: Model, end: Float[Tensor, "*any d"]) -> Float[Tensor, "*any vocab"]:
-    """Log-probabilities in float32 of streams in float32, whatever the model computes in."""
-    return model.log_probs(end.to(model.dtype))
-
-
 # ---- the kinds of lenses
 
 
@@ -184,7 +179,7 @@ class Lens:
         if layer < model.n_layers:
             rows = resid.float().reshape(1, -1, model.d_model)
             resid = self.ends(rows, [layer]).reshape(resid.shape)
-        return unembed(model, resid)
+        return model.log_probs(resid)
 
     @torch.no_grad()
     def losses(self, data: Readings) -> Float[Tensor, "layer n"]:
@@ -401,9 +396,9 @@ def match(
     gradients = []
     for i, end in enumerate(ends):
         if i < len(target):  # one target for each layer, or one for all
-            full = unembed(model, target[i].detach())
+            full = model.log_probs(target[i].detach())
         leaf = end.detach().requires_grad_(weight > 0)
-        loss = stats.kl(full, unembed(model, leaf))
+        loss = stats.kl(full, model.log_probs(leaf))
         if weight:
             (weight * loss.sum()).backward()
             gradients.append(leaf.grad)

@@ -159,7 +159,7 @@ def jobs() -> int:
     """Processes to use: as joblib is told, else `OA_JOBS`, else one a core (fewer where memory is
     short: what one computes at once never depends on it); at the test budget one."""
     _, told = get_active_backend()
-    fitting = max(1, int(min(memory() // WORKER, joblib.cpu_count())))
+    fitting = max(1, int(min(memory() / WORKER, joblib.cpu_count())))
     usual = 1 if budget() == "test" else fitting
     return joblib.effective_n_jobs(told or int(os.environ.get("OA_JOBS") or usual))
 

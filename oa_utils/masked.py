@@ -323,7 +323,7 @@ class MaskedModel:
                 )
         x = buffer.read(out[:, None])[0, :, 0]
         wide.token = buffer.token = None  # or graph and buffer would hold each other in memory
-        return self.model.log_probs(x.to(self.model.dtype))
+        return self.model.log_probs(x)
 
     def _live_of(self, buffer: WriterBuffer, i: int) -> tuple[Int[Tensor, " heads"], bool]:
         """The live heads of a layer, and whether its MLP lives."""

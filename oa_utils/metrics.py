@@ -7,8 +7,8 @@ from torch import Tensor
 from oa_utils import stats
 from oa_utils.tasks import Task
 
-METRICS = ("kl", "label", "logit_diff")
 NEEDS = {"kl": (), "label": ("right",), "logit_diff": ("right", "wrong")}  # answers of each prompt
+METRICS = tuple(NEEDS)
 
 
 def check_metric(metric: str, task: Task) -> None:

@@ -430,7 +430,7 @@ class Model:
     def log_probs(self, resid: Float[Tensor, "*any d"]) -> Float[Tensor, "*any vocab"]:
         """Final norm, unembedding, log-softmax (in float32 at least); call it on last positions
         only, it is the dear part."""
-        normed = self.bridge.ln_final.original_component(resid)
+        normed = self.bridge.ln_final.original_component(resid.to(self.dtype))
         logits = self.bridge.unembed.original_component(normed)
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return soft_cap(exact, self.logit_cap).log_softmax(-1)
@@ -858,15 +858,9 @@ def _loaded(origin: tuple, budget: str, fingerprint: str) -> Model:
     return model
 
 
-class _OnItsModel:
-    """function(model, item) with the model named, so that a worker can load it."""
-
-    def __init__(self, function: Callable, model: Model):
-        self.function = function
-        self.named = (model.origin, model.budget, model.fingerprint)
-
-    def __call__(self, item: Any) -> Any:
-        return self.function(_loaded(*self.named), item)
+def _on_its_model(named: tuple, function: Callable, item: Any) -> Any:
+    """function(model, item), of the model that a worker loads by what names it."""
+    return function(_loaded(*named), item)
 
 
 def each(
@@ -882,4 +876,5 @@ def each(
         machine.announce(f"{model} is in this process only, so nothing runs side by side")
     if alone:
         return [function(model, item) for item in machine.progress(items, desc=desc)]
-    return machine.parallel(_OnItsModel(function, model), items, desc)
+    named = (model.origin, model.budget, model.fingerprint)
+    return machine.parallel(functools.partial(_on_its_model, named, function), items, desc)

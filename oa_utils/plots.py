@@ -74,8 +74,6 @@ STYLES = {  # name: (label, colour, marker, line)
 }
 LABELS = {name: label for name, (label, _, _, _) in STYLES.items()}
 COLOURS = {name: colour for name, (_, colour, _, _) in STYLES.items()}
-MARKERS = {name: marker for name, (_, _, marker, _) in STYLES.items()}
-LINES = {name: line for name, (_, _, _, line) in STYLES.items()}
 HATCHES = {
     BLUE: "",
     RED: "//",
@@ -274,6 +272,13 @@ def front(ax: Axes, table: pd.DataFrame, by: str = "method", label: bool = True)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def plain_ticks(ax: Axes) -> None:
+    """A logarithmic x-axis with plain numbers, at its main ticks only."""
+    ax.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def shared_legend(fig: Figure) -> None:

@@ -63,6 +63,7 @@ def head_roles(model: Model, task: Task, heads: Iterable[str]) -> pd.DataFrame:
     }
     weights = patterns(model, tokens)
     rows = torch.arange(len(prompts))
+    inside = torch.arange(2, tokens.shape[1]) <= last[:, None]  # what follows is padding
     table = []
     for head in heads:
         layer, number = (int(part[1:]) for part in head.split("."))
@@ -72,7 +73,8 @@ def head_roles(model: Model, task: Task, heads: Iterable[str]) -> pd.DataFrame:
             there = (at >= 0) & (to >= 0) & (to <= at)
             seen = attention[rows[there], at[there], to[there]]
             row[name] = seen.mean().item() if there.any() else np.nan
-        row["previous token"] = attention.diagonal(-1, 1, 2)[:, 1:].mean().item()
+        before = attention.diagonal(-1, 1, 2)[:, 1:]  # of queries from position 2 on
+        row["previous token"] = before[inside].mean().item() if inside.any() else np.nan
         row["first token"] = attention[rows, last, 0].mean().item()
         table.append(row)
     return pd.DataFrame(table).set_index("head")

@@ -73,6 +73,16 @@ def mean_se(x: Sample) -> tuple[float, float]:
     return float(x.mean()), float(error)
 
 
+def mean_interval(x: Sample) -> tuple[float, float | None, float | None]:
+    """Mean with its 95 % interval by Student's t; one observation has none."""
+    mean, se = mean_se(x)
+    n = len(array(x))
+    if n < 2:
+        return mean, None, None
+    reach = se * float(scipy.stats.t.ppf(0.975, n - 1))
+    return mean, mean - reach, mean + reach
+
+
 def ratio_se(w: Sample, z: Sample) -> tuple[float, float]:
     """mean(w) / mean(z) of paired samples, with its standard error by the delta method."""
     w, z = pair(w, z)
@@ -93,21 +103,17 @@ def bootstrap(
     lengths = [len(a) for a in arrays]
     if len(set(lengths)) != 1:
         raise ValueError(f"arrays to resample together differ in length: {lengths}")
-    interval = scipy.stats.bootstrap(
-        (np.arange(lengths[0]),),
-        lambda rows: statistic(*(a[rows] for a in arrays)),
-        vectorized=False,
-        n_resamples=n,
-        confidence_level=level,
-        method="percentile",
-        rng=seed,
-    ).confidence_interval
+    with np.errstate(all="ignore"):  # a draw may have no ratio, or no correlation
+        interval = scipy.stats.bootstrap(
+            (np.arange(lengths[0]),),
+            lambda rows: statistic(*(a[rows] for a in arrays)),
+            vectorized=False,
+            n_resamples=n,
+            confidence_level=level,
+            method="percentile",
+            rng=seed,
+        ).confidence_interval
     return float(interval.low), float(interval.high)
-
-
-def sign_test(wins: int, n: int) -> float:
-    """Two-sided p of so many wins in n fair tosses."""
-    return float(scipy.stats.binomtest(wins, n).pvalue)
 
 
 # ---- ratios
@@ -150,22 +156,3 @@ def interpolate(
         logs = np.log(np.maximum(array(losses)[front], np.finfo(float).tiny))
         values = np.exp(np.interp(at, array(sizes)[front], logs, left=np.nan, right=np.nan))
     return float(values) if np.ndim(at) == 0 else values
-
-
-def front_ratio(
-    one: Float[ndarray, "circuits 2"], other: Float[ndarray, "others 2"], points: int = 20
-) -> float:
-    """Loss of one front over that of the other at equal size, from arrays [circuit, (size, loss)].
-
-    The geometric mean over the sizes that both fronts span; NaN where no size lies on both.
-    """
-    if min(len(one), len(other)) == 0:
-        return np.nan
-    low = max(one[:, 0].min(), other[:, 0].min())
-    high = min(one[:, 0].max(), other[:, 0].max())
-    if low > high:
-        return np.nan
-    sizes = np.geomspace(max(low, 1), max(high, 1), points)
-    with np.errstate(all="ignore"):
-        logs = np.log(interpolate(*one.T, sizes)) - np.log(interpolate(*other.T, sizes))
-    return float(np.exp(np.nanmean(logs))) if np.isfinite(logs).any() else np.nan

@@ -286,18 +286,17 @@ def with_settings(function: Callable) -> Callable:
     options = list(inspect.signature(kind).parameters.values())
     shown = signature.replace(parameters=sorted([*own, *options], key=lambda p: p.kind))
 
-    @functools.wraps(function)
-    def call(*args, **kwargs):
+    def bound(*args, **kwargs) -> dict[str, Any]:
         given = shown.bind(*args, **kwargs).arguments
         settings = kind(**{p.name: given.pop(p.name) for p in options if p.name in given})
-        return function(**given, settings=settings)
+        return {**given, "settings": settings}
 
-    def check(*args, **kwargs):
-        given = shown.bind(*args, **kwargs).arguments
-        kind(**{p.name: given[p.name] for p in options if p.name in given})
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(**bound(*args, **kwargs))
 
     call.__signature__ = shown
-    call.check = check
+    call.check = bound
     return call
 
 
@@ -452,8 +451,6 @@ class Snapshots:
 class Result:
     numbers: Numbers
     tensors: Tensors
-    settings: Numbers
-    inputs: Numbers
     seconds: float
     path: Path
 
@@ -570,13 +567,7 @@ def _keep(path: Path, record: Numbers, numbers: Numbers, tensors: Tensors, budge
         warnings.warn(f"{path} is not stored: the result is in memory only", stacklevel=3)
     whole = unplain(plain(record))
     kept = safetensors.torch.load(data) if data else {}
-    return _result(whole, kept, path)
-
-
-def _result(record: Numbers, tensors: Tensors, path: Path) -> Result:
-    return Result(
-        record["numbers"], tensors, record["settings"], record["inputs"], record["seconds"], path
-    )
+    return Result(whole["numbers"], kept, whole["seconds"], path)
 
 
 def load(path: Path, identity: str, budget: str) -> Result | None:
@@ -597,7 +588,7 @@ def load(path: Path, identity: str, budget: str) -> Result | None:
             tensors = safetensors.torch.load(data)
         if record["budget"] == "test" and budget != "test":
             return None
-        return _result(record, tensors, path)
+        return Result(record["numbers"], tensors, record["seconds"], path)
     except (KeyError, TypeError, SafetensorError) as error:
         raise BadFile(f"{path} lacks what a result has ({error})") from error
 

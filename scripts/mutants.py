@@ -41,7 +41,7 @@ MUTANTS = [  # file, what stands there once, what is put in its place, tests
     ("graph.py", "(mlp[layer] * live[:, :n]).sum(-1) > 0", "mlp[layer].sum(-1) > 0", GRAPH),
     ("graph.py", "return mask * keep.to(mask.dtype)", "return keep.to(mask.dtype)", GRAPH),
     ("graph.py", "if i >= span.stop - span.start:", "if i > span.stop - span.start:", GRAPH),
-    ("graph.py", "dst, self.slots[slot])", "dst, self.slots[-1 - slot])", GRAPH),
+    ("graph.py", "bisect_right(starts, i) - 1", "bisect_right(starts, i - 1) - 1", GRAPH),
     (
         "masked.py",
         "keys[:, None] > position[..., None]",

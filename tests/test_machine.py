@@ -379,3 +379,9 @@ def test_a_call_has_the_threads_it_is_given_and_the_caller_keeps_its_own():
     given = machine._in_worker(lambda _: torch.get_num_threads(), 0, os.getpid(), {}, before + 1)
     assert given == before + 1
     assert torch.get_num_threads() == before
+
+
+def test_where_nobody_knows_the_memory_every_core_works(monkeypatch):
+    monkeypatch.setattr(machine, "memory", lambda: float("inf"))
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 4)
+    assert machine.jobs() == 4

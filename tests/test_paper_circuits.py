@@ -109,6 +109,22 @@ def test_ratio_compares_fronts_at_equal_size():
     assert study.compare(table.assign(n_edges=larger), ugs, acdc).low is None
 
 
+def test_empty_circuits_say_nothing_about_a_ratio():
+    """Both fronts begin with no edges, where they are the same; from the first edge on one is four
+    times lower."""
+    ugs, acdc = ("ugs", "mean"), ("acdc", "mean")
+    table = fronts({ugs: 1.0, acdc: 4.0})
+    gaps = {side: [100.0] * len(table["each"].iloc[0]) for side in (ugs, acdc)}
+    empty = table.drop_duplicates(["method", "ablation"]).assign(n_edges=0, gap=100.0)
+    empty["each"] = [gaps[ugs]] * len(empty)
+    both = pd.concat([empty, table], ignore_index=True)
+    found = study.compare(both, ugs, acdc)
+    least = min(table.n_edges)
+    assert found.value < 0.5, f"of sizes from 1 to {least} some lie on the way to the empty circuit"
+    assert study.common_range([np.array([0, 10, 20])] * 2, 3).tolist()[0] == 1
+    assert study.common_range([np.array([1e-4, 1e-2])] * 2, 3, least=1e-9)[0] == 1e-4
+
+
 def test_prompts_that_both_sides_share_are_drawn_together():
     """A prompt that is hard under both moves both gaps, not their ratio."""
     sides = (("ugs", "mean"), ("acdc", "mean"))
@@ -433,3 +449,19 @@ def test_the_bundled_models_fronts_and_random_circuits_are_published():
         paths = [parameter.values[1] for parameter in listed if parameter.values[0] == "tiny"]
         known = {store.read_record(path)["task"] for path in paths}
         assert known == set(study.TASKS)
+
+
+def test_labels_of_another_task_are_not_joined_on(monkeypatch):
+    """A model's published gaps may be of several tasks."""
+    from oa_utils.paper import components
+
+    kinds = [("ioi", "kl", 0.09), ("ioi", "label", -0.2), ("own", "kl", 0.03), ("cf", "label", 5.0)]
+    rows = [
+        {"task": task, "metric": metric, "gap": gap, "se": 0.01, "component": "a0.h0"}
+        for task, metric, gap in kinds
+    ]
+    table = pd.DataFrame(rows).assign(part="test", ablation="mean", family="position")
+    monkeypatch.setattr(store, "results", lambda *_: table)
+    [row] = components.published_label("other", "ioi").itertuples(index=False)
+    assert (row.KL, row.label) == (0.09, -0.2)
+    assert components.published_label("other", "nothing").empty

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from oa_utils import lenses, store
-from oa_utils.faithfulness import EACH
 from oa_utils.paper import lenses as study
 
 SIZES = {"train": 160, "validation": 32, "test": 32, "length": 12, "positions": 2}
@@ -88,7 +87,7 @@ def test_lens_claims_by_hand():
     tensors = {
         name: torch.tensor(value)[None, :, None].expand(2, -1, 8) for name, value in losses.items()
     }
-    result = store.Result({"rows": rows}, tensors, {}, {}, 0.0, Path("x.json"))
+    result = store.Result({"rows": rows}, tensors, 0.0, Path("x.json"))
     claims = {claim.id: claim for claim in study.lens_claims(result, n=5)}
     measured = {
         id.removeprefix("lens."): (round(claim.measured, 2), claim.holds)
@@ -118,7 +117,6 @@ def test_an_interval_covers_contexts_and_seeds():
     apart = same + np.array([-1.0, 0.0, 1.0])[:, None, None]
     value, low, high = study.with_interval(lambda x: float(x[0]), [apart], 200)
     assert (high - low) / 2 == pytest.approx(4.303 / np.sqrt(3), rel=0.05)
-    assert study.by_seeds([2.0]) == (2.0, None, None)
 
 
 def faithful_row(perturbation, basis, lens, layer):
@@ -162,5 +160,7 @@ def test_the_chapters_table_is_that_of_faithfulness(tiny):
     table = study.faithful(
         tiny, trained, [1], directions=4, contexts=4, resampled=8, resamples=5, reference=False
     )
-    assert set(table.perturbation) == {*study.PERTURBATIONS, *EACH} and set(table.layer) == {1}
+    each = {"steer_random_each", "steer_basis_each"}
+    assert set(table.perturbation) == {*study.PERTURBATIONS} | each
+    assert set(table.layer) == {1}
     assert len(study.faithful_claims(table)) == 10

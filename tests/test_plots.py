@@ -51,15 +51,13 @@ def test_what_is_drawn_together_differs_in_grey_and_in_marker(group):
     names = TOGETHER[group].split()
     for a, b in combinations(names, 2):
         assert abs(lightness(plots.COLOURS[a]) - lightness(plots.COLOURS[b])) > 7, (a, b)
-        assert plots.MARKERS[a] != plots.MARKERS[b], (a, b)
+        assert plots.STYLES[a][2] != plots.STYLES[b][2], (a, b)
     assert max(lightness(plots.COLOURS[name]) for name in names) < 87
 
 
 def test_every_name_has_every_kind_of_style():
     names = {name for group in TOGETHER.values() for name in group.split()}
-    assert (
-        names == set(plots.COLOURS) == set(plots.MARKERS) == set(plots.LABELS) == set(plots.LINES)
-    )
+    assert names == set(plots.STYLES)
     assert (plots.LABELS["counterfactual"], plots.LABELS["optimal"]) == ("CF", "OA")
     fig, ax = plt.subplots()
     for name in names:

@@ -714,3 +714,11 @@ def test_a_model_in_the_place_of_a_masked_model_is_refused_with_a_sentence(plant
     check_search = inspect.unwrap(shared.check_search)
     with pytest.raises(TypeError, match=r"takes a masked model, oa.MaskedModel\(model\)"):
         check_search(planted.model, task, "mean")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"level": "vertex"}, "searches edges"), ({"warmup": 1.0}, "below 1")]
+)
+def test_edge_pruning_refuses_before_any_work(planted, task, given, words):
+    with pytest.raises(ValueError, match=words):
+        edge_pruning(planted, task, n_edges=5, steps=2, **given)

@@ -129,22 +129,8 @@ def test_interpolation_is_linear_in_the_logarithm_along_the_front_and_silent_out
     assert math.isnan(stats.interpolate([], [], 3))
 
 
-def test_sign_test_by_hand():
-    assert stats.sign_test(5, 5) == pytest.approx(2 / 32)
-    assert stats.sign_test(2, 4) == 1
-
-
-def front(level, sizes=(10, 20, 40)):
-    """Circuits of these sizes with loss = level × 10 / size."""
-    return np.array([(size, level * 10 / size) for size in sizes])
-
-
-def test_fronts_are_compared_at_equal_size():
-    assert stats.front_ratio(front(1.0), front(4.0)) == pytest.approx(0.25)
-    assert stats.front_ratio(front(1.0), front(1.0)) == pytest.approx(1)
-    assert stats.front_ratio(front(1.0, (5, 10, 20)), front(2.0)) == pytest.approx(0.5)
-
-
-def test_fronts_without_a_common_size_have_no_ratio():
-    assert math.isnan(stats.front_ratio(front(1.0), front(1.0, (50, 60))))
-    assert math.isnan(stats.front_ratio(front(1.0), np.zeros((0, 2))))
+def test_an_interval_by_students_t():
+    mean, low, high = stats.mean_interval([1.0, 2.0, 3.0])
+    assert (mean, high - mean) == (2.0, pytest.approx(4.3027 / 3**0.5, rel=1e-4))
+    assert mean - low == high - mean
+    assert stats.mean_interval([2.0]) == (2.0, None, None)

@@ -43,6 +43,8 @@ NOTEBOOKS = {
 }
 Number = float | np.number | None
 MARKS = {True: "✓", False: "✗", None: "–"}
+UNMEASURED = "·"
+LEGEND = "✓ holds, ✗ does not hold, – undecided, · not measured here"
 VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
 RULE = re.compile(r"(?P<side><=|>=|<|>) (?P<bound>\S+)|in \[(?P<from>\S+), (?P<to>\S+)\]")
 WRONG_BY_CHANCE = 0.025  # share of verdicts by 95 % intervals, at most (truth at the bound)
@@ -81,8 +83,8 @@ def _nearest(rule: str, low: float, high: float) -> float:
 @dataclass(frozen=True)
 class Claim:
     id: str  # such as `single.median_ratio.mean`
-    paper: str  # what the paper says, in words
-    paper_value: Number = None  # and its number
+    paper: str  # the statement: the paper's, or ours where it has no such number
+    paper_value: Number = None  # the paper's number
     measured: Number = None  # ours, with its 95 % interval
     low: Number = None
     high: Number = None
@@ -106,7 +108,7 @@ class Claim:
 
     @property
     def mark(self) -> str:
-        return MARKS[self.holds]
+        return UNMEASURED if self.measured is None else MARKS[self.holds]
 
     @property
     def remark(self) -> str:
@@ -150,7 +152,7 @@ def show(claims: Iterable[Claim], model: Any = None) -> Table:
         value = "" if claim.paper_value is None else f" ({number(claim.paper_value)})"
         row = {
             "claim": claim.id,
-            "the paper": claim.paper + value,
+            "statement (paper)": claim.paper + value,
             "holds if": claim.rule,
             "here [low, high]": claim.interval,
             "holds": claim.mark,
@@ -230,14 +232,11 @@ def record(claims: Sequence[Claim], model: Any, experiment: str, variant: str = 
             f"are in {place}"
         )
         return None
-    named = [claim if claim.model else replace(claim, model=column(model)) for claim in claims]
+    named = [replace(claim, model=column(model)) for claim in claims]
     ids = [claim.id for claim in named]
     twice = sorted({id for id in ids if ids.count(id) > 1})
     if twice:
         raise ValueError(f"claims recorded twice: {', '.join(twice)}")
-    strangers = [claim.id for claim in named if claim.model != column(model)]
-    if strangers:
-        raise ValueError(f"claims of another model than {model.name}: {', '.join(strangers)}")
     path = _path(store.folder(model.budget), column(model), experiment)
     content = {
         "experiment": "claims",
@@ -280,12 +279,6 @@ def chapters(model_name: str | None = None) -> dict[tuple[str, str], list[Claim]
 def published(model_name: str | None = None) -> list[Claim]:
     """Published claims of one model, or of all."""
     return [claim for claims in chapters(model_name).values() for claim in claims]
-
-
-def table(model_name: str | None = None) -> pd.DataFrame:
-    """Published claims, one a row, of one model or of all."""
-    names = [field.name for field in fields(Claim)]
-    return pd.DataFrame([asdict(claim) for claim in published(model_name)], columns=names)
 
 
 # ---- measured anew
@@ -360,7 +353,7 @@ def markdown(ids: Collection[str] | None = None) -> str:
         for claim in listed:
             rows.setdefault(experiment, {}).setdefault(claim.id, {})[model] = claim
     lines = [
-        f"| claim | the paper says | holds if | paper | {' | '.join(models)} | remark |",
+        f"| claim | statement | holds if | paper | {' | '.join(models)} | remark |",
         "|---|---|---|---|" + "---|" * (len(models) + 1),
     ]
     for experiment, claims in rows.items():
@@ -370,8 +363,7 @@ def markdown(ids: Collection[str] | None = None) -> str:
     everything = [claim for listed in groups.values() for claim in listed]
     lines += [
         "",
-        f"{_count(everything)} (✓ holds, ✗ does not hold, – undecided)."
-        + (f" {_by_chance(everything)}" if ids is None else ""),
+        f"{_count(everything)} ({LEGEND})." + (f" {_by_chance(everything)}" if ids is None else ""),
     ]
     return "\n".join(lines) + "\n"
 
@@ -382,7 +374,8 @@ def _markdown_row(id: str, by_model: dict[str, Claim], models: Sequence[str]) ->
     remarks = []
     for model in models:
         claim = by_model.get(model)
-        cells.append(f"{claim.mark} {claim.interval}" if claim else "")
+        measured = claim is not None and claim.measured is not None
+        cells.append(f"{claim.mark} {claim.interval}" if measured else claim.mark if claim else "")
         if claim and claim.remark:
             remarks.append(claim.remark)
     cells.append("; ".join(dict.fromkeys(remarks)))
@@ -393,7 +386,8 @@ def _by_chance(claims: Sequence[Claim]) -> str:
     decided = [claim for claim in claims if claim.holds is not None and not claim.exact]
     return (
         f"{len(decided)} verdicts come from 95 % intervals: up to "
-        f"{WRONG_BY_CHANCE * len(decided):.0f} of them are to be expected wrong by chance."
+        f"{WRONG_BY_CHANCE * len(decided):.0f} of them are to be expected wrong by chance "
+        "(one end of an interval is passed so often)."
     )
 
 
@@ -412,7 +406,7 @@ def report(model_name: str | None, width: int) -> str:
             lines += _entry(claim, width)
     everything = [claim for claims in groups.values() for claim in claims]
     lines += ["", f"{len(everything)} claims: {_count(everything)}"]
-    lines += textwrap.wrap("✓ holds, ✗ does not hold, – undecided", width)
+    lines += textwrap.wrap(LEGEND, width)
     lines += textwrap.wrap(_by_chance(everything), width)
     lines += textwrap.wrap("`make claim ID=… MODEL=…` measures one of them anew", width)
     return "\n".join(lines[1:])
@@ -420,7 +414,8 @@ def report(model_name: str | None, width: int) -> str:
 
 def _count(claims: Sequence[Claim]) -> str:
     marks = [claim.mark for claim in claims]
-    return "  ".join(f"{marks.count(mark)} {mark}" for mark in MARKS.values())
+    known = [*MARKS.values(), *([UNMEASURED] if UNMEASURED in marks else [])]
+    return "  ".join(f"{marks.count(mark)} {mark}" for mark in known)
 
 
 def _entry(claim: Claim, width: int) -> list[str]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 import scipy.stats
-from jaxtyping import Float
 from numpy import ndarray
 
 from oa_utils import stats, store
@@ -56,7 +55,7 @@ def compare(
             continue
         for ablation in table:
             arrays = (table[ablation].to_numpy(), reference, table["optimal"].to_numpy())
-            low, high = _interval(statistic, *arrays, n=n, seed=seed)
+            low, high = stats.bootstrap(statistic, *arrays, n=n, seed=seed)
             rows.append(
                 {
                     "statistic": name,
@@ -68,13 +67,6 @@ def compare(
                 }
             )
     return pd.DataFrame(rows)
-
-
-def _interval(
-    statistic: Callable, *arrays: np.ndarray, n: int, seed: int = 0
-) -> tuple[float, float]:
-    with np.errstate(all="ignore"):
-        return stats.bootstrap(statistic, *arrays, n=n, seed=seed)
 
 
 def by_prompt(gaps: pd.DataFrame, family: str = "position") -> dict[tuple[str, str], ndarray]:
@@ -167,7 +159,7 @@ def over_components(table: pd.DataFrame, suffix: str, which: str, n: int) -> lis
 def _lead_claim(table: pd.DataFrame, name: str, suffix: str, which: str, n: int) -> Claim:
     """OA's lead in agreement with CF over the next total ablation."""
     difference = lead(table, name)
-    low, high = _interval(difference, table.to_numpy(), n=n)
+    low, high = stats.bootstrap(difference, table.to_numpy(), n=n)
     word = {"rank": "rank", "loglog": "log-log"}[name]
     return Claim(
         f"single.{name}.lead{suffix}",
@@ -191,7 +183,7 @@ def mean_gap(gaps: pd.DataFrame) -> Claim:
         if each:
             means[ablation] = np.mean(each, axis=0)
     best = min((way for way in means if way != "optimal"), key=lambda way: means[way].mean())
-    low, middle, high = paired_interval(means["optimal"] - means[best])
+    middle, low, high = stats.mean_interval(means["optimal"] - means[best])
     return Claim(
         "single.mean_gap.optimal",
         "of all total ablations, OA has the least mean Δ over components: less that of the next "
@@ -204,13 +196,6 @@ def mean_gap(gaps: pd.DataFrame) -> Claim:
         seeds=1,
         source="single_components",
     )
-
-
-def paired_interval(difference: Float[ndarray, " n"]) -> tuple[float, float, float]:
-    """Low, mean and high: 95 % by Student's t."""
-    mean, se = stats.mean_se(difference)
-    reach = se * scipy.stats.t.ppf(0.975, max(1, len(difference) - 1))
-    return mean - reach, mean, mean + reach
 
 
 def proposition_1(gaps: pd.DataFrame) -> Claim:
@@ -242,13 +227,14 @@ def beside_label(kl: pd.DataFrame, label: pd.DataFrame) -> pd.DataFrame:
     return table.assign(**{"helps, surely": table.label + 2 * table.se < 0})
 
 
-def published_label(model_name: str) -> pd.DataFrame:
-    """The same of another model, as far as it is published."""
+def published_label(model_name: str, task_name: str) -> pd.DataFrame:
+    """The same of another model on a task of this name, as far as it is published."""
     try:
         rows = store.results(model_name, "single_components")
     except FileNotFoundError:
-        rows = pd.DataFrame({"part": [], "metric": [], "ablation": [], "family": []})
-    rows = rows[(rows.part == "test") & (rows.ablation == "mean")]
+        columns = ["task", "part", "metric", "ablation", "family"]
+        rows = pd.DataFrame({column: [] for column in columns})
+    rows = rows[(rows.task == task_name) & (rows.part == "test") & (rows.ablation == "mean")]
     rows = rows.reindex(columns=[*rows.columns.union(["component", "gap", "se"])])
     rows = rows.drop_duplicates(["component", "metric", "family"], keep="last")
     return beside_label(rows[rows.metric == "kl"], rows[rows.metric == "label"])

@@ -13,6 +13,8 @@ from oa_utils.paper.claims import Claim
 CATEGORIES = ("dbpedia", "entities", "things")  # sets that ask what kind of thing something is
 FEWEST = 5  # sets that an interval over sets needs
 MARGIN = 0.1  # of accuracy: what counts as nothing in a control
+NO_ROOM = "the model is always right: no room for a boost"
+SAME = "the chosen layer scores a label alike in every context, which is exactly chance"
 
 
 def by_set(
@@ -50,7 +52,7 @@ def wins(boosts: pd.DataFrame) -> tuple[int, int, float]:
     lead = (boosts.oca - boosts.tuned).round(9)
     won = int((lead > 0).sum())
     differ = int((lead != 0).sum())
-    return won, differ, stats.sign_test(won, differ) if differ else 1.0
+    return won, differ, float(scipy.stats.binomtest(won, differ).pvalue) if differ else 1.0
 
 
 def interval(mean: float, *errors: pd.Series) -> tuple[float, float]:
@@ -115,7 +117,7 @@ def _boost_claims(table: pd.DataFrame, paper: pd.DataFrame, demos: str, n: int) 
             rule=rule,
             seeds=1,
             source="elicitation",
-            note=note if room else f"{note}; the model is always right: no room for a boost",
+            note=note if room else f"{note}; {NO_ROOM}",
         )
 
     won, differ, p = wins(most)
@@ -179,7 +181,7 @@ def _boost_claims(table: pd.DataFrame, paper: pd.DataFrame, demos: str, n: int) 
 def controls(table: pd.DataFrame) -> pd.DataFrame:
     """Of each lens on the controls: its accuracy at the layer chosen on the other half, and by how
     much this exceeds the model or, where the model is below chance, chance (a model below chance is
-    beaten by chance, which is no knowledge)."""
+    beaten by chance, which is no knowledge); `constant` where it cannot tell contexts apart."""
     rows = table[table.control & (table.demos == table.demos.max())].copy()
     rows["chance"] = 1 / rows.classes
     rows["model"] = rows.fair - rows.boost
@@ -187,6 +189,7 @@ def controls(table: pd.DataFrame) -> pd.DataFrame:
     rows["against"] = np.where(knows, "the model", "chance")
     rows["excess"] = rows.boost.where(knows, rows.fair - rows.chance)
     rows["se"] = rows.boost_se.where(knows, rows.fair_se)
+    rows["constant"] = (rows.fair_se == 0) & np.isclose(rows.fair, rows.chance)
     return rows
 
 
@@ -203,7 +206,7 @@ def _control_claims(table: pd.DataFrame) -> list[Claim]:
             rule=f"in [-{MARGIN}, {MARGIN}]",
             seeds=1,
             source="elicitation",
-            note=f"against {row.against}",
+            note=f"against {row.against}" + (f"; {SAME}" if row.constant else ""),
         )
         for row in controls(table).itertuples()
     ]

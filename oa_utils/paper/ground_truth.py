@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import scipy.stats
 import torch
 
 from oa_utils import machine, stats
@@ -169,12 +168,8 @@ def _claim(id: str, words: str, values: pd.Series, rule: str, log: bool = False)
     """The mean over models (of logarithms: the geometric one) with its interval by Student's t over
     seeds: models of a seed are no independent draws, since they share their idle weights."""
     by_seed = (np.log(values) if log else values).groupby("seed").mean()
-    mean, error = stats.mean_se(by_seed)
-    ends: list[float | None] = [None, None]
-    if len(by_seed) > 1:
-        reach = error * scipy.stats.t.ppf(0.975, len(by_seed) - 1)
-        ends = [mean - reach, mean + reach]
-    measured, low, high = (np.exp(x) if log and x is not None else x for x in (mean, *ends))
+    found = stats.mean_interval(by_seed)
+    measured, low, high = (np.exp(x) if log and x is not None else x for x in found)
     note = f"{len(values)} models of {len(by_seed)} seeds"
     return Claim(
         id,

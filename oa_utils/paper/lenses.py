@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from oa_utils import lenses, machine, stats, store
-from oa_utils.faithfulness import FaithSettings, faithfulness
+from oa_utils.faithfulness import EACH, faithfulness
 from oa_utils.lenses import Lens, Readings
 from oa_utils.models import Model
 from oa_utils.paper.claims import Claim
@@ -44,6 +45,8 @@ PERTURBATIONS = {  # ours: (the anchors' name, in words)
     "project_basis": ("proj_sing", "basis-aligned projections"),
     "resample_basis": ("resample_100", "basis-aligned resample ablation"),
 }
+WORDS = {name: words for name, (_, words) in PERTURBATIONS.items()}
+WORDS |= {name: f"{WORDS[name.removesuffix('_each')]}, Z′ for each context" for name in EACH}
 ANCHOR_COLUMNS = {"magnitude": "magnitude_corr_of_logs", "direction": "direction_similarity"}
 MEASURES = {"magnitude": "magnitude correlation", "direction": "direction similarity"}
 MUCH = 0.8  # "much lower" is a fifth lower at least
@@ -302,7 +305,7 @@ def with_interval(
     by_seed = of_rows(everything)
     value = float(np.mean(by_seed))
     low, high = stats.bootstrap(lambda rows: float(np.mean(of_rows(rows))), everything, n=n)
-    _, _, seeds_high = by_seeds(by_seed)
+    _, _, seeds_high = stats.mean_interval(by_seed)
     half = 0.0 if seeds_high is None else seeds_high - value
     return value, value - math.hypot(value - low, half), value + math.hypot(high - value, half)
 
@@ -365,7 +368,7 @@ def lens_claims(result: store.Result, n: int = 500) -> list[Claim]:
         return claim(id, **numbers, seeds=seeds, note=note)
 
     by_seed = np.array([costs.multiply_adds_by_seed[name] for name in ("oca", "tuned")], float)
-    cost_ratio, low, high = by_seeds(by_seed[0] / by_seed[1])
+    cost_ratio, low, high = stats.mean_interval(by_seed[0] / by_seed[1])
     parameters = float(costs.parameters["oca"] / costs.parameters["tuned"])
     both = ("oca", "tuned")
     over_mean = ratio_of_sums(xl.oca, xl["mean"])
@@ -390,27 +393,13 @@ def lens_claims(result: store.Result, n: int = 500) -> list[Claim]:
     ]
 
 
-def by_seeds(values: Series) -> tuple[float, float | None, float | None]:
-    """The mean over seeds with its 95 % interval by Student's t; one seed has none."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, None, None
-    half = float(scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values))
-    return mean, mean - half, mean + half
-
-
 # ---- faithfulness
 
 
-@store.with_settings
 def faithful(
-    model: Model,
-    trained: Trained,
-    layers: Sequence[int] | None = None,
-    *,
-    settings: FaithSettings,
+    model: Model, trained: Trained, layers: Sequence[int] | None = None, **settings: Any
 ) -> pd.DataFrame:
-    """The table of `faithfulness` for the tuned and the OCA lens of a study."""
+    """The table of `faithfulness` for the tuned and the OCA lens of a study; settings as there."""
     return faithfulness(
         model,
         {name: trained.lenses[name] for name in ("tuned", "oca")},
@@ -419,7 +408,7 @@ def faithful(
         trained.tokens["train"],
         trained.tokens["test"],
         layers,
-        **asdict(settings),
+        **settings,
     )
 
 

@@ -104,7 +104,7 @@ def execute(
                 "stored is kept, OA_JOBS=1 takes less"
             ) from None
     if is_kept:
-        used.rename(used.with_suffix(".txt"))
+        used.replace(used.with_suffix(".txt"))
         clock.save()
     without_messages(notebook)
     notebook.metadata.pop("widgets", None)

@@ -9,17 +9,3 @@ from oa_utils.search.hcgs import hcgs
 from oa_utils.search.random_circuits import against_random, random_circuits
 from oa_utils.search.sweeps import sweep, sweep_circuit
 from oa_utils.search.ugs import ugs
-
-__all__ = [
-    "acdc",
-    "against_random",
-    "eap",
-    "eap_ig",
-    "edge_pruning",
-    "gap",
-    "hcgs",
-    "random_circuits",
-    "sweep",
-    "sweep_circuit",
-    "ugs",
-]

@@ -24,7 +24,7 @@ from oa_utils.search.eap import top_edges
 from oa_utils.search.hcgs import hard_concrete, uniform
 from oa_utils.search.loop import LoopSettings, Sampler, train_circuit
 from oa_utils.search.shared import Method, check_size
-from oa_utils.store import with_settings
+from oa_utils.store import at_least, with_settings
 from oa_utils.tasks import Task
 
 VERSION = 2
@@ -44,6 +44,17 @@ class EdgePruningSettings(LoopSettings):
     temperature: float = 2 / 3
     ramp: float = 5 / 6  # share of the steps in which the target grows
     warmup: float = 1 / 15  # share of the steps in which the learning rate rises
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least(0, ramp=self.ramp, warmup=self.warmup)
+        if not self.warmup < 1:
+            raise ValueError(f"warmup is a share of the steps below 1, got {self.warmup}")
+        if self.level != "edge":
+            raise ValueError(
+                "Edge Pruning aims at a number of edges, so it searches edges; "
+                f"level={self.level!r} is for ugs, hcgs and acdc"
+            )
 
 
 class Lagrangian(Sampler):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,11 +16,10 @@ from oa_utils import machine, store
 from oa_utils.circuits import Circuit
 from oa_utils.fills import Constants, find_ablation
 from oa_utils.graph import Graph
+from oa_utils.machine import Value
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model
 from oa_utils.tasks import Task
-
-Value = TypeVar("Value")
 
 LEVELS = ("edge", "vertex")
 EVALUATION_BATCH = 64  # prompts measured at once
