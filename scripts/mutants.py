@@ -191,8 +191,8 @@ MUTANTS = [  # file, what stands there once, what is put in its place, tests
         "edges.detach().amax(0)",
         SEARCH,
     ),
-    ("search/loop.py", '        self.losses = state["losses"]\n', "", KILLS),
-    ("search/loop.py", '        self.rng.set_state(state["rng"])\n', "", KILLS),
+    ("search/loop.py", '            self.losses = state["losses"]\n', "", KILLS),
+    ("search/loop.py", '            self.rng.set_state(state["rng"])\n', "", KILLS),
     (
         "search/loop.py",
         "torch.nn.utils.clip_grad_norm_(list(sampler.parameters.values()), self.settings.clip)",
@@ -204,7 +204,7 @@ MUTANTS = [  # file, what stands there once, what is put in its place, tests
     ("search/gaps.py", "falling = 1 - 0.9 * self.step / settings.steps", "falling = 1.0", GAP),
     (
         "search/gaps.py",
-        '        self.best = Constants(*state["best"])\n',
+        '            self.best = Constants(*state["best"])\n',
         "",
         "test_evaluate.py",
     ),
