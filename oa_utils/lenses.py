@@ -452,19 +452,19 @@ class Trainer:
         floats = streams + 6 * (model.d_vocab + model.n_layers * model.d_model)
         n = resid.shape[1]
         parameters = list(raw.values())
+        unmoved = [None] * len(parameters)
 
-        def of_some(span: slice) -> tuple[Float[Tensor, "lens b"], Sequence[Tensor]]:
+        def of_some(span: slice) -> tuple[Float[Tensor, "lens b"], Sequence[Tensor | None]]:
             part = resid[:, span]
             with torch.set_grad_enabled(train):
                 ends = self.lens(raw).ends(part[layers], layers)
                 loss, slope = match(model, ends, self.target(part, layers), weight)
-            return loss, torch.autograd.grad(ends, parameters, slope) if train else ()
+            return loss, torch.autograd.grad(ends, parameters, slope) if train else unmoved
 
         parts = []
         for loss, slopes in machine.in_spans(n, machine.micro_batch(n, 4 * floats), of_some):
             parts.append(loss)
-            for parameter, slope in zip(parameters, slopes, strict=train):
-                parameter.grad = slope if parameter.grad is None else parameter.grad + slope
+            machine.accumulate(parameters, slopes)
         return torch.cat(parts, 1)
 
 

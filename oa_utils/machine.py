@@ -8,13 +8,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import joblib
 import torch
 from joblib.parallel import get_active_backend
+from torch import Tensor
 from tqdm.auto import tqdm
 
 BUDGETS = ("test", "default", "paper")
@@ -73,6 +74,13 @@ def in_spans(n: int, size: int, compute: Callable[[slice], Value]) -> Iterator[V
             waiting[:0] = [slice(span.start, middle), slice(middle, span.stop)]
         else:
             yield found
+
+
+def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Adds gradients to what the parameters have; one without a gradient stays as it is."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def or_none(compute: Callable[[], Value]) -> Value | None:

@@ -268,15 +268,13 @@ def front(ax: Axes, table: pd.DataFrame, by: str = "method", label: bool = True)
         return
     span = table.n_edges.max() / table.n_edges.min()
     subs = (1,) if span > 30 else (1, 3) if span > 8 else (1, 2, 5)
-    ax.xaxis.set_major_locator(LogLocator(subs=subs))
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
-    ax.xaxis.set_minor_formatter(NullFormatter())
+    plain_ticks(ax, subs)
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def plain_ticks(ax: Axes) -> None:
-    """A logarithmic x-axis with plain numbers, at its main ticks only."""
-    ax.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+def plain_ticks(ax: Axes, subs: Sequence[float] = (1, 2, 5)) -> None:
+    """A logarithmic x-axis with plain numbers, at so many ticks a decade."""
+    ax.xaxis.set_major_locator(LogLocator(subs=subs))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.xaxis.set_minor_formatter(NullFormatter())
 

@@ -273,7 +273,7 @@ class CleanPrompts:
     def in_passes(self, compute: Callable[[Int[Tensor, " b"]], Value]) -> Iterator[Value]:
         """compute(rows) of all prompts, a pass at a time, or half of one where memory is refused:
         it hands back what it found and adds to nothing."""
-        order = self.last.argsort(stable=True).cpu()
+        [order] = self.chunks(len(self))
         return machine.in_spans(len(self), self.pass_rows, lambda span: compute(order[span]))
 
     @torch.no_grad()

@@ -1,10 +1,10 @@
 """Constants that lose least: many trained side by side, each on its own, by the same rule in every
 experiment."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -71,27 +71,6 @@ def collect(passes: Passes, n_constants: int, n: int) -> Float[Tensor, "constant
     return values
 
 
-def _slopes(losses: Callable[[Tensor], Iterator[Pass]], rows: Tensor, constants: Sequence[Tensor]):
-    """The gradient of the mean loss over these prompts for each constant, None for those that do
-    not enter; where memory is refused, from half of the prompts at a time."""
-
-    def of_some(span: slice) -> list[Tensor | None]:
-        total: list[Tensor | None] = [None] * len(constants)
-        for _, _, value in losses(rows[span]):
-            found = torch.autograd.grad(value.sum() / len(rows), constants, allow_unused=True)
-            total = list(map(_added, total, found))
-        return total
-
-    parts = machine.in_spans(len(rows), len(rows), of_some)
-    return [functools.reduce(_added, slopes) for slopes in zip(*parts, strict=True)]
-
-
-def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
-
-
 def fit(
     candidates: Sequence[Sequence[Tensor]],
     scales: Sequence[float],
@@ -122,13 +101,21 @@ def fit(
     if saved:
         optimiser.load_state_dict(saved["optimiser"])
         rng.set_state(saved["rng"])
+
+    def slopes(rows: Tensor, which: list[int], span: slice) -> list[tuple[Tensor | None, ...]]:
+        """Gradients of the mean loss, pass by pass; None for constants that do not enter."""
+        passes = losses(state.live, which, rows[span])
+        means = (value.sum() / len(rows) for _, _, value in passes)
+        return [torch.autograd.grad(x, state.live, allow_unused=True) for x in means]
+
     active = [i for i in everything if state.cuts[i] <= CUTS]
     while state.step < settings.steps and active:
         state.step += 1
         rows = torch.randperm(n, generator=rng)[: settings.batch or n]
-        slopes = _slopes(partial(losses, state.live, active), rows, state.live)
-        for constant, slope in zip(state.live, slopes, strict=True):
-            constant.grad = slope
+        optimiser.zero_grad()
+        parts = machine.in_spans(len(rows), len(rows), partial(slopes, rows, active))
+        for gradients in chain.from_iterable(parts):
+            machine.accumulate(state.live, gradients)
         optimiser.step()
         if state.step % settings.look_every == 0 or state.step == settings.steps:
             _compare(state, active, look(state.live, active), optimiser, settings.tol)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import families_script, tokens_of
+from toys import task_of
 
 import oa_utils as oa
 from oa_utils import models, stats
@@ -65,22 +66,10 @@ def random_mask(masked, n=4, seed=0):
 
 
 def toy_task(model, n=24, length=6, seed=0):
-    """Random prompts with counterfactuals and subjects; the most likely token is right."""
-    tokens = tokens_of(model, n, length, seed)
-    last = torch.full((n,), length - 1)
-    top = model(tokens, last).topk(2).indices
-    return Task(
-        "toy",
-        tokens,
-        last,
-        right=top[:, :1],
-        wrong=top[:, 1:],
-        part=torch.arange(n) % 2 * 2,
-        prompts=tuple(map(str, range(n))),
-        counterfactual=tokens_of(model, n, length, seed + 1),
-        subject=torch.tensor([[1, 3]]).repeat(n, 1),
-        relation=("r",) * n,
-    )
+    """Random prompts with counterfactuals and subjects."""
+    tokens, counterfactual = (tokens_of(model, n, length, s) for s in (seed, seed + 1))
+    facts = {"subject": torch.tensor([[1, 3]]).repeat(n, 1), "relation": ("r",) * n}
+    return task_of(model, tokens, counterfactual, **facts)
 
 
 # ---- the walk

@@ -1,6 +1,10 @@
 """What heads look at."""
 
+from dataclasses import replace
+
+import pandas as pd
 import torch
+import torch.nn.functional as F
 
 from oa_utils import machine, tasks
 from oa_utils.roles import first_place, head_roles, last_of_several, patterns
@@ -44,3 +48,14 @@ def test_a_task_without_such_tokens_has_no_such_role(tiny):
     looks = head_roles(tiny, plain, ["a0.h0", "a1.h1"])
     assert looks["last → changed"].isna().all()
     assert looks["first token"].notna().all()
+
+
+def test_padding_is_no_part_of_a_role(tiny):
+    """The same prompts with columns behind them that no prompt has."""
+    task = tasks.ioi(tiny, 24)
+    names = ("tokens", "counterfactual")
+    wider = {name: F.pad(getattr(task, name), (0, 4), value=tiny.bos) for name in names}
+    heads = ["a0.h0", "a1.h1", "a3.h3"]
+    plain = head_roles(tiny, task, heads)
+    padded = head_roles(tiny, replace(task, **wider), heads)
+    pd.testing.assert_frame_equal(padded, plain, atol=1e-5)

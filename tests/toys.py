@@ -70,7 +70,13 @@ def make_task(model, n: int = 64, seed: int = 0) -> Task:
     tokens, counterfactual = torch.randint(2, VOCAB, (2, n, LENGTH), generator=generator)
     tokens[:, 0] = model.bos
     counterfactual[:, 0] = model.bos
-    last = torch.full((n,), LENGTH - 1)
+    return task_of(model, tokens, counterfactual)
+
+
+def task_of(model, tokens: torch.Tensor, counterfactual: torch.Tensor, **more) -> Task:
+    """The most likely token is right, the next one wrong; every other prompt is for measuring."""
+    n, length = tokens.shape
+    last = torch.full((n,), length - 1)
     top = model(tokens, last).topk(2).indices
     return Task(
         "toy",
@@ -81,4 +87,5 @@ def make_task(model, n: int = 64, seed: int = 0) -> Task:
         part=torch.arange(n) % 2 * 2,
         prompts=tuple(map(str, range(n))),
         counterfactual=counterfactual,
+        **more,
     )

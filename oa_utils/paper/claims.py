@@ -122,6 +122,11 @@ class Claim:
             return number(self.measured)
         return f"{number(self.measured)} [{number(self.low)}, {number(self.high)}]"
 
+    @property
+    def cell(self) -> str:
+        """Verdict and number, for a table."""
+        return self.mark if self.measured is None else f"{self.mark} {self.interval}"
+
 
 class Table(pd.DataFrame):
     """A table that a notebook shows without cutting its sentences off."""
@@ -374,8 +379,7 @@ def _markdown_row(id: str, by_model: dict[str, Claim], models: Sequence[str]) ->
     remarks = []
     for model in models:
         claim = by_model.get(model)
-        measured = claim is not None and claim.measured is not None
-        cells.append(f"{claim.mark} {claim.interval}" if measured else claim.mark if claim else "")
+        cells.append(claim.cell if claim else "")
         if claim and claim.remark:
             remarks.append(claim.remark)
     cells.append("; ".join(dict.fromkeys(remarks)))

@@ -130,6 +130,7 @@ def against_random(
         inputs={
             "circuits": store.fingerprint([list(edges) for edges in table.edges]),
             "ablations": table.ablation.tolist(),
+            "seeds": table.seed.tolist(),
             "n": n,
             "tolerance": tolerance,
             "seed": seed,

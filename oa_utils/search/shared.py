@@ -140,9 +140,7 @@ def add_gradients(
     total = 0.0
     for value, gradients in in_parts(masked, n, length, slope):
         total += value
-        for to, gradient in zip(inputs, gradients, strict=True):
-            if gradient is not None:
-                to.grad = gradient if to.grad is None else to.grad.add_(gradient)
+        machine.accumulate(inputs, gradients)
     return total
 
 
