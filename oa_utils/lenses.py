@@ -23,7 +23,7 @@ from torch import Tensor
 from oa_utils import machine, stats, store
 from oa_utils.models import Model, recording
 
-VERSION = 2
+VERSION = 3
 # of linear maps: the layer's best on validation of identity, identity with the mean's shift, and
 # ridge; its authors' start; the reference code's, N(0, 1) entries
 STARTS = ("best", "identity", "random")
@@ -32,6 +32,8 @@ ROWS = 256  # readings whose losses are computed at once
 FIT_ROWS = 8192  # readings that scales and ridge are computed from, at most
 RIDGE = 1e-3  # of correlations of unit diagonal: what ridge adds, and whitening stops at
 WARM_UP = 0.05  # share of the steps over which the step size rises
+IDLE = 2  # looks without gain, after which a layer's steps are cut
+CUT = 1 / 3
 
 
 # ---- what the model computes at the tokens that are read
@@ -367,14 +369,15 @@ class LensSettings:
     steps: int = 1000  # of Adam at most; the step size rises over 5 % of them, then falls to 0
     batch: int = 256  # readings in a step
     lr: float = 0.0  # the largest step size; 0 takes the kind's own
-    look_every: int = 50  # steps between two looks at validation; each layer keeps its best state
-    patience: int = 5  # looks without gain after which a layer stops
+    # steps between two looks at validation; each layer keeps its best state, and after two looks
+    # without gain goes back to it with a third of its step size
+    look_every: int = 50
     start: str = "best"  # of linear maps, see STARTS
     seed: int = 0
 
     def __post_init__(self):
         store.at_least(0, steps=self.steps, lr=self.lr)
-        store.at_least(1, batch=self.batch, look_every=self.look_every, patience=self.patience)
+        store.at_least(1, batch=self.batch, look_every=self.look_every)
         if self.start not in STARTS:
             raise ValueError(f"start {self.start!r} is not one of the starts {', '.join(STARTS)}")
 
@@ -569,7 +572,8 @@ class _State:
     raw: dict[str, Tensor]
     kept: dict[str, Tensor]  # raw parameters of each layer's best state so far
     best: list[float]  # its validation loss
-    idle: list[int]  # looks since then
+    idle: list[int]  # looks since then, or since its steps were cut
+    cuts: list[int]
     curve: list[list]  # [step, best] at each look
     begun: list[str]  # the name of each layer's start
 
@@ -587,18 +591,27 @@ def _start(trainer: Trainer, held: Readings, settings: LensSettings) -> _State:
     }
     kept = {key: value.clone() for key, value in raw.items()}
     losses = best.tolist()
-    return _State(0, raw, kept, losses, [0] * n_layers, [[0, losses[:]]], names)
+    none = [0] * n_layers
+    return _State(0, raw, kept, losses, none, none[:], [[0, losses[:]]], names)
 
 
-def _look(state: _State, active: list[int], losses: list[float]) -> None:
-    """Keeps the layers that are better on validation than ever before."""
-    for i, loss in zip(active, losses, strict=True):
+def _look(state: _State, losses: list[float], optimiser: torch.optim.Optimizer) -> None:
+    """Keeps the layers that are better on validation than ever before; those that gain nothing go
+    back to their best state, slower."""
+    for i, loss in enumerate(losses):
         state.idle[i] += 1
         if loss < state.best[i]:
             state.best[i] = loss
             state.idle[i] = 0
             for name, value in state.kept.items():
                 value[i] = state.raw[name].data[i]
+        elif state.idle[i] == IDLE:
+            state.idle[i] = 0
+            state.cuts[i] += 1
+            for name, value in state.raw.items():
+                value.data[i] = state.kept[name][i]
+            for own in optimiser.param_groups[i]["params"]:
+                optimiser.state[own]["exp_avg"].zero_()
     state.curve.append([state.step, state.best[:]])
 
 
@@ -616,27 +629,33 @@ def train_layers(
     device = held.resid.device
     state.kept = {name: value.to(device) for name, value in state.kept.items()}
     state.raw = {name: value.to(device).requires_grad_() for name, value in state.raw.items()}
-    optimiser = torch.optim.Adam(state.raw.values(), eps=1e-12)
+    raw = list(state.raw.values())
+    n_layers = trainer.model.n_layers
+    groups = [{"params": [value.data[i] for value in raw]} for i in range(n_layers)]
+    optimiser = torch.optim.Adam(groups, eps=1e-12)  # one group for each layer, views of `raw`
     if saved:
         optimiser.load_state_dict(saved["optimiser"])
     bar = machine.progress(total=settings.steps, desc="training a lens, all layers")
     bar.update(state.step)
-    while state.step < settings.steps and min(state.idle) < settings.patience:
-        active = [i for i, looks in enumerate(state.idle) if looks < settings.patience]
-        largest = settings.lr or trainer.lr(settings)
-        optimiser.param_groups[0]["lr"] = largest * settings.rate(state.step)
-        optimiser.zero_grad()
+    largest = settings.lr or trainer.lr(settings)
+    while state.step < settings.steps:
+        for value in raw:
+            value.grad = None
         epoch, place = divmod(state.step, n // batch)
         order = torch.randperm(n, generator=machine.generator(settings.seed * 100_003 + epoch))
         rows = order[place * batch : (place + 1) * batch]
-        trainer.losses(state.raw, trainer.data.resid[:, rows], active, train=True)
+        trainer.losses(state.raw, trainer.data.resid[:, rows], range(n_layers), train=True)
+        for i, group in enumerate(optimiser.param_groups):
+            group["lr"] = largest * settings.rate(state.step) * CUT ** state.cuts[i]
+            for own, value in zip(group["params"], raw, strict=True):
+                own.grad = value.grad[i]
         optimiser.step()
         state.step += 1
         bar.update()
         if state.step % settings.look_every == 0 or state.step == settings.steps:
-            losses = trainer.losses(state.raw, held.resid, active).mean(1).tolist()
-            _look(state, active, losses)
-            bar.set_postfix(loss=f"{sum(state.best) / len(state.best):.4f}", layers=len(active))
+            losses = trainer.losses(state.raw, held.resid, range(n_layers)).mean(1).tolist()
+            _look(state, losses, optimiser)
+            bar.set_postfix(loss=f"{sum(state.best) / len(state.best):.4f}")
         snapshots.save_when_due(lambda: {"state": vars(state), "optimiser": optimiser.state_dict()})
     bar.close()
     lens = trainer.lens(state.kept)

@@ -35,7 +35,7 @@ from oa_utils.tasks import PARTS, Task
 from oa_utils.texts import contexts, subject_span
 from oa_utils.training import Fitted, Pass, collect, fit
 
-VERSION = 2
+VERSION = 3
 KINDS = ("mlp", "attn")
 POSITIONS = ("last", "last_subject", "subject")
 METHODS = ("gnt", "oat")
@@ -450,12 +450,14 @@ def trace_with_constants(
     snapshots: Snapshots,
 ) -> tuple[Numbers, Tensors]:
     """OAT: each layer's copy has its own constant, trained on the train facts, and so has the
-    unpatched one."""
+    unpatched one: all from the same starts and for as many steps, or a layer without effect would
+    seem to have one."""
     test = Prompts(model, getattr(facts, part), setting.kind)
     train = Prompts(model, facts.train, setting.kind)
     windows = setting.windows(model.n_layers)
     base = unpatched_constant(model, facts, **vars(settings))
-    starts = {"mean": train.subjects().mean(0), "unpatched": base}
+    first = first_constant(model, facts, settings)
+    starts = {"mean": train.subjects().mean(0), "unpatched": first}
     fitted = train.train(windows, setting.position, list(starts.values()), settings, snapshots)
     change = partial(test.constant, constants=[base, *fitted.constants])
     p = test.measure(change, [NOTHING, *windows], setting.position)[None]  # [1 copy n]
@@ -476,11 +478,23 @@ def unpatched_constant(
 ) -> Float[Tensor, " d"]:
     """The constant that loses least when nothing is restored: the same in every setting, so trained
     once."""
+    return _unpatched(model, facts, settings, [first_constant(model, facts, settings)])
+
+
+def first_constant(model: Model, facts: Task, settings: TraceSettings) -> Float[Tensor, " d"]:
+    """Where all copies may start: what training from the mean gives where nothing is restored."""
+    return _unpatched(model, facts, settings, [])
+
+
+def _unpatched(
+    model: Model, facts: Task, settings: TraceSettings, starts: list[Float[Tensor, " d"]]
+) -> Float[Tensor, " d"]:
+    """A constant trained with nothing restored, from the mean of the subjects or other starts."""
 
     def compute(snapshots: Snapshots) -> tuple[Numbers, Tensors]:
         train = Prompts(model, facts.train, "mlp")  # nothing is restored: any kind does
         mean = train.subjects().mean(0)
-        fitted = train.train([NOTHING], "last", [mean], settings, snapshots)
+        fitted = train.train([NOTHING], "last", [mean, *starts], settings, snapshots)
         [curve] = fitted.curves
         loss = min(loss for _, loss in curve)
         return {"loss": loss, "curve": curve}, {"constant": fitted.constants[0]}
@@ -491,8 +505,9 @@ def unpatched_constant(
         compute,
         model=model,
         task=facts,
+        inputs={"starts": store.fingerprint(starts)} if starts else {},
         version=VERSION,
-        key="unpatched",
+        key="unpatched" if starts else "first",
     )
     return result.tensors["constant"].to(model.device)
 

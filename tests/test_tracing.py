@@ -17,6 +17,7 @@ from oa_utils.tracing import (
     NOTHING,
     Prompts,
     TraceSettings,
+    first_constant,
     spread,
     trace,
     trace_prompt,
@@ -433,7 +434,7 @@ def test_training_in_micro_batches_gives_the_same_constants(two_models, task, mo
 def test_every_constant_starts_from_the_better_of_the_mean_and_the_unpatched_one(model, task):
     """The unpatched one was trained for no restoration, which is close to restoring little."""
     settings = {**QUICK, "steps": 60, "lr": 0.1}
-    base = unpatched_constant(model, task, **settings)
+    first = first_constant(model, task, tracing.TraceSettings(**settings))
     train = task.train
     mean = model.embed_tokens(train.tokens[spans(train)["subject"]]).mean(0)
     clean, _, _ = clean_run(model, train)
@@ -446,10 +447,24 @@ def test_every_constant_starts_from_the_better_of_the_mean_and_the_unpatched_one
     result = one_setting(model, task, "attn", **settings)
     begun = [curve[0][1] for curve in result.numbers["curves"]]
     for layer, (began, start) in enumerate(zip(begun, result.numbers["starts"], strict=True)):
-        losses = {"mean": loss(mean, layer), "unpatched": loss(base, layer)}
+        losses = {"mean": loss(mean, layer), "unpatched": loss(first, layer)}
         assert began == pytest.approx(min(losses.values()), abs=1e-5)
         assert losses[start] == pytest.approx(min(losses.values()), abs=1e-5)
     assert "unpatched" in result.numbers["starts"]
+
+
+def test_the_constant_of_the_denominator_is_trained_as_those_of_the_layers(model, task, tmp_path):
+    """All copies side by side, the unpatched one among them, give what is stored apart."""
+    settings = tracing.TraceSettings(**QUICK)
+    result = one_setting(model, task, "attn", **QUICK)
+    train = tracing.Prompts(model, task.train, "attn")
+    starts = [train.subjects().mean(0), first_constant(model, task, settings)]
+    windows = [tracing.NOTHING, *(range(i, i + 1) for i in range(model.n_layers))]
+    snapshots = store.Snapshots(tmp_path / "state", "x")
+    together = train.train(windows, "last", starts, settings, snapshots).constants
+    stored = [result.tensors["unpatched"], *result.tensors["constants"]]
+    for one, other in zip(together, stored, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -504,7 +519,8 @@ def test_same_constant_takes_each_layers_own_in_the_denominator(small, task):
         expected = clean - plainly(small, test, constant(small, test, value))
         torch.testing.assert_close(z, expected, atol=1e-5, rtol=0)
     folder = store.folder() / "tracing-gpt2" / "tracing_constant"
-    assert len(list(folder.glob("*.json"))) == 1  # the unpatched copy's constant is trained once
+    # the unpatched copy's constant is trained once, in two stages
+    assert len(list(folder.glob("*.json"))) == 2
 
 
 # ---- runs

@@ -29,7 +29,9 @@ QUIET = (16, 24)  # where the paper finds OAT's attention quiet: of its own curv
 FLANK = (0.2, 0.5)  # elsewhere: below GNT's highest AIE, layers with so much of it (as 16–24 have)
 
 Curve = Float[ndarray, " layer"]
-Curves = dict[tuple[str, str, int, str], Curve]  # by kind, position, rank of the window, method
+# AIE of all facts, of one half of them and of the other, by kind, position, rank of the window and
+# method; of curves without facts three times the same
+Curves = dict[tuple[str, str, int, str], Float[ndarray, "3 layer"]]
 
 
 class Places(NamedTuple):
@@ -55,8 +57,10 @@ def concentration(values: Sequence[float] | pd.Series | ndarray) -> tuple[float,
 
 
 def above_noise(rows: pd.DataFrame) -> bool:
-    """Whether some layer's AIE is above two standard errors; curves without errors are believed."""
-    return bool((rows.aie > (2 * rows.se if "se" in rows else 0)).any())
+    """Whether some layer's AIE is above noise at 95 %, corrected for the number of layers; curves
+    without errors are believed."""
+    errors = scipy.stats.norm.isf(0.025 / len(rows))
+    return bool((rows.aie > (errors * rows.se if "se" in rows else 0)).any())
 
 
 def loud_settings(table: pd.DataFrame) -> list[tuple[str, str, int]]:
@@ -95,15 +99,22 @@ def quiet_layers(train: pd.DataFrame) -> Bool[ndarray, " layer"]:
     return below & sure & between(share, FLANK)
 
 
+def highest(aie: Float[ndarray, "3 layer"]) -> float:
+    """The highest AIE: of the layer that one half of the facts chooses, measured on the other half,
+    both ways. The highest of many noisy numbers would be too high."""
+    _, one, other = aie
+    return float(one[other.argmax()] + other[one.argmax()]) / 2
+
+
 def peak(curves: Curves, places: Places, kind: str, position: str, rank: int) -> float:
     """OAT's highest AIE."""
-    return curves[kind, position, rank, "oat"].max()
+    return highest(curves[kind, position, rank, "oat"])
 
 
 def lead(curves: Curves, places: Places, kind: str, position: str, rank: int) -> float:
     """By how much OAT's highest AIE is above GNT's; unknown where neither has any."""
-    oat = curves[kind, position, rank, "oat"].max()
-    gnt = curves[kind, position, rank, "gnt"].max()
+    oat = highest(curves[kind, position, rank, "oat"])
+    gnt = highest(curves[kind, position, rank, "gnt"])
     return oat - gnt if max(oat, gnt) > 0 else math.nan
 
 
@@ -111,15 +122,16 @@ def quiet(curves: Curves, places: Places) -> float:
     """OAT's mean AIE less GNT's, of attention at quiet layers."""
     if not places.quiet.any():
         return math.nan
-    oat = curves["attn", "last", 1, "oat"][places.quiet].mean()
-    return oat - curves["attn", "last", 1, "gnt"][places.quiet].mean()
+    oat, gnt = (curves["attn", "last", 1, method][0] for method in ("oat", "gnt"))
+    return oat[places.quiet].mean() - gnt[places.quiet].mean()
 
 
 def focus(curves: Curves, places: Places, measure: int) -> float:
     """OAT's concentration less GNT's (share: 0, entropy: 1), mean over settings above noise."""
     differences = []
     for setting in sorted(places.loud):
-        oat, gnt = (concentration(curves[*setting, method])[measure] for method in ("oat", "gnt"))
+        both = (curves[*setting, method][0] for method in ("oat", "gnt"))
+        oat, gnt = (concentration(curve)[measure] for curve in both)
         differences.append(oat - gnt)
     known = [difference for difference in differences if not math.isnan(difference)]
     return float(np.mean(known)) if known else math.nan
@@ -128,8 +140,8 @@ def focus(curves: Curves, places: Places, measure: int) -> float:
 def early(curves: Curves, places: Places, method: str) -> float:
     """Highest AIE of the early site's MLPs: at the last subject token, as a share of that at all
     subject tokens."""
-    last = curves["mlp", "last_subject", 1, method][places.early].max()
-    every = curves["mlp", "subject", 1, method][places.early].max()
+    last = highest(curves["mlp", "last_subject", 1, method][:, places.early])
+    every = highest(curves["mlp", "subject", 1, method][:, places.early])
     return last / every if every else math.nan
 
 
@@ -235,13 +247,59 @@ def depths(table: pd.DataFrame, n_layers: int) -> Curve:
     return np.sort(table.layer.unique()) * DEPTH / n_layers
 
 
-def curves(table: pd.DataFrame, windows: Sequence[int]) -> Curves:
-    """AIE over layers; windows are ranked, so that those of a shallow model stand for the paper's
-    1, 5 and 9."""
+def by_setting(
+    table: pd.DataFrame, windows: Sequence[int]
+) -> dict[tuple[str, str, int, str], pd.DataFrame]:
+    """The rows of each setting, layer by layer; windows are ranked, so that those of a shallow
+    model stand for the paper's 1, 5 and 9."""
     return {
-        (kind, position, windows.index(window), method): rows.aie.to_numpy()
+        (kind, position, windows.index(window), method): rows
         for (kind, position, window, method), rows in table.sort_values("layer").groupby(SETTING)
     }
+
+
+def curves(table: pd.DataFrame, windows: Sequence[int]) -> Curves:
+    """AIE over layers of a table without facts."""
+    rows = by_setting(table, windows).items()
+    return {setting: np.tile(part.aie.to_numpy(), (3, 1)) for setting, part in rows}
+
+
+class Facts(NamedTuple):
+    """What is missing of each fact's answer: w [layer fact] and z [layer fact] of each setting."""
+
+    w: dict[tuple[str, str, int, str], Float[ndarray, "layer fact"]]
+    z: dict[tuple[str, str, int, str], Float[ndarray, "layer fact"]]
+
+    @property
+    def n(self) -> int:
+        return next(iter(self.w.values())).shape[1]
+
+    def curves(self, times: Float[ndarray, " fact"]) -> Curves:
+        """AIE over layers with each fact counted so many times."""
+        odd = np.arange(self.n) % 2
+        parts = np.stack([times, times * odd, times * (1 - odd)], axis=1)  # [fact 3]
+        return {
+            setting: (1 - (w @ parts) / (self.z[setting] @ parts).clip(ROUNDING)).clip(0).T
+            for setting, w in self.w.items()
+        }
+
+    def drawn(self, rng: np.random.Generator) -> Float[ndarray, " fact"]:
+        """How often each fact is drawn, from its own half."""
+        times = np.zeros(self.n)
+        for half in (slice(0, None, 2), slice(1, None, 2)):
+            n = len(times[half])
+            times[half] = rng.multinomial(n, np.full(n, 1 / n))
+        return times
+
+
+def facts_of(table: pd.DataFrame, windows: Sequence[int]) -> Facts:
+    """Of a table of `trace(..., each=True)`."""
+    rows = by_setting(table, windows)
+    missing = [
+        {setting: np.stack([stats.array(each) for each in part[name]]) for setting, part in rows}
+        for name, rows in (("w", rows.items()), ("z", rows.items()))
+    ]
+    return Facts(*missing)
 
 
 def places_of(
@@ -273,23 +331,10 @@ def paper_statistics() -> dict[str, float]:
     return statistics(curves(paper, windows), places_of(paper, DEPTH, windows, quiet))
 
 
-def intervals(
-    table: pd.DataFrame, windows: Sequence[int], places: Places, n: int
-) -> dict[str, tuple[float, float]]:
-    """95 % intervals over test facts, drawn together in all settings, from every fact's w and z."""
-    keys = []
-    w = []  # [setting layer fact]
-    z = []
-    for (kind, position, window, method), rows in table.sort_values("layer").groupby(SETTING):
-        keys.append((kind, position, windows.index(window), method))
-        w.append(np.stack([stats.array(each) for each in rows.w]))
-        z.append(np.stack([stats.array(each) for each in rows.z]))
-    n_facts = w[0].shape[1]
-    even = np.full(n_facts, 1 / n_facts)
-    times = np.random.default_rng(0).multinomial(n_facts, even, n).T  # [fact draw]
-    lost = (np.stack(z) @ times).clip(ROUNDING * n_facts)
-    aie = (1 - (np.stack(w) @ times) / lost).clip(0)  # [setting layer draw]
-    drawn = [statistics(dict(zip(keys, aie[..., draw], strict=True)), places) for draw in range(n)]
+def intervals(facts: Facts, places: Places, n: int) -> dict[str, tuple[float, float]]:
+    """95 % intervals over test facts, drawn together in all settings."""
+    rng = np.random.default_rng(0)
+    drawn = [statistics(facts.curves(facts.drawn(rng)), places) for _ in range(n)]
     low_high = pd.DataFrame(drawn).quantile([0.025, 0.975])
     return {name: tuple(low_high[name]) for name in low_high}
 
@@ -331,10 +376,15 @@ def claims(table: pd.DataFrame, train: pd.DataFrame, n_layers: int, n: int = 200
     n_here = table.layer.nunique()
     quiet = quiet_layers(chooses) if len(chooses) == n_here else np.zeros(n_here, dtype=bool)
     places = places_of(table, n_layers, windows, quiet)
-    bounds = intervals(table, windows, places, n) if "w" in table else {}
+    bounds = {}
+    aie = curves(table, windows)
+    if "w" in table:
+        facts = facts_of(table, windows)
+        aie = facts.curves(np.ones(facts.n))
+        bounds = intervals(facts, places, n)
     paper_values = paper_statistics()
     listed = []
-    for name, value in statistics(curves(table, windows), places).items():
+    for name, value in statistics(aie, places).items():
         low, high = bounds.get(name, (None, None)) if not math.isnan(value) else (None, None)
         claim = Claim(
             id=f"tracing.{name}",
