@@ -1,8 +1,8 @@
 # Optimal ablation. `make` alone lists the commands.
 #
-# make notebooks FRESH=1 first moves all that is stored for the model (.oa/<model>) to .oa/aside/,
-# so that everything is computed anew. When such a run was stopped, start it again without FRESH:
-# it goes on where it was.
+# make notebooks FRESH=1 first moves all that is stored for the model (.oa/<model>, and .oa/known for
+# notebook 10) to .oa/aside/, so that everything is computed anew. When such a run was stopped, start
+# it again without FRESH: it goes on where it was.
 MODEL  ?= tiny
 BUDGET ?= default
 NB     ?=
@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 SPREAD := -n auto --dist loadfile
 JOBS    = $(if $(NB),$(wildcard notebooks/$(NB)*.ipynb),$(sort $(wildcard notebooks/[0-9]*.ipynb)))
 export OA_MODEL = $(MODEL)
@@ -29,7 +30,9 @@ help: ## this list
 setup: $(READY) ## make .venv and install the tested set of packages
 
 $(READY): requirements.lock pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "import pip; $(RECENT)" 2>/dev/null || { \
+	  $(PYTHON) -c "$(RECENT)" || { echo "$(PYTHON) is missing or older than 3.11: name another one, such as PYTHON=python3.12"; exit 1; }; \
+	  $(PYTHON) -m venv --clear $(VENV) || { echo "$(PYTHON) has no whole venv module (Debian, Ubuntu: apt install python3-venv)"; exit 1; }; }
 	@echo "installing packages into $(VENV) (3 to 5 minutes, once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.lock)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
@@ -62,7 +65,7 @@ lab: $(READY) ## open the notebooks in JupyterLab
 claims: $(READY) ## the paper's claims beside what was measured here, by chapter
 	@$(BIN)/python -m oa_utils.paper.claims
 
-claim: $(READY) ## measure one claim anew [ID=single.median_ratio.mean MODEL=tiny]; without ID: list them
+claim: $(READY) ## measure one claim anew [ID=single.median_ratio.mean MODEL=tiny, or another column of claims]; without ID: list them
 	@$(BIN)/python -m oa_utils.paper.claims $(ID) --model "$(MODEL)"
 
 publish: $(READY) ## copy what a model's notebooks stand on from .oa/ to data/ [MODEL=tiny]

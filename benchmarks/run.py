@@ -1,5 +1,5 @@
-"""All benchmarks, one after the other, each in a process of its own, then the README's table: `make
-bench`, about ten minutes on one thread of a quiet machine.
+"""All benchmarks, one after the other, each in a process of its own, then the README's tables:
+`make bench`, about ten minutes on one thread of a quiet machine.
 
 `make bench-peers` adds what others' packages cost on the same weights.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 BENCHMARKS = ("masked", "methods", "lenses", "spread")
+WRITERS = ("readme.py", "families.py")  # of what the README says of costs
 
 
 def main() -> None:
@@ -19,7 +20,8 @@ def main() -> None:
         print(f"== {name}", flush=True)
         subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], check=True)
         print(f"   {time.perf_counter() - began:.0f} s", flush=True)
-    subprocess.run([sys.executable, str(FOLDER.parent / "scripts" / "readme.py")], check=True)
+    for name in WRITERS:
+        subprocess.run([sys.executable, str(FOLDER.parent / "scripts" / name)], check=True)
 
 
 if __name__ == "__main__":

@@ -70,12 +70,26 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 def memory_of(call: Callable[[], Any]) -> dict[str, float]:
     """The peak of this process in GB after some calls, and how much of it they brought; for a
     process that runs nothing else."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    before = pages * resource.getpagesize() / 1e9
+    before = memory_now()
     for _ in range(3):
         call()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    peak = memory_peak()
     return {"peak_gb": peak, "net_gb": peak - before}
+
+
+def memory_now() -> float:
+    """GB that this process has; where the system does not tell (macOS), the most it ever had."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return memory_peak()
+    return pages * resource.getpagesize() / 1e9
+
+
+def memory_peak() -> float:
+    """The most GB that this process ever had; macOS counts bytes, others kilobytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def in_fresh_process(file: str, *arguments: str, python: str = sys.executable) -> dict[str, Any]:
@@ -154,16 +168,21 @@ def row(
     return line | ({} if goal is None else {"goal": goal}) | more
 
 
-def write(name: str, rows: list[dict[str, Any]], sizes: Mapping[str, Any], **more: Any) -> None:
-    """benchmarks/<name>.json: the rows, with sizes and versions."""
+def about_run(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What seconds depend on, beside what is measured."""
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    about_run = {
+    return {
         "sizes": dict(sizes),
         "versions": {"python": platform.python_version(), **versions},
         "processor": processor(),
         "clock": "seconds of the processor, one thread",
     }
-    text = json.dumps({**about_run, **more, "rows": rounded(rows)}, indent=1, ensure_ascii=False)
+
+
+def write(name: str, rows: list[dict[str, Any]], sizes: Mapping[str, Any], **more: Any) -> None:
+    """benchmarks/<name>.json: the rows, with sizes and versions."""
+    whole = {**about_run(sizes), **more, "rows": rounded(rows)}
+    text = json.dumps(whole, indent=1, ensure_ascii=False)
     (FOLDER / f"{name}.json").write_text(text + "\n", "utf-8")
 
 

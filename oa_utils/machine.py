@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ CONTROL_GROUP = (
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )
 PASS_TOKENS = 2048  # tokens that a CPU runs at once: more would fall out of its caches
+GIVEN: set[str] = set()  # settings that this worker has from earlier calls
 Value = TypeVar("Value")
 
 
@@ -181,9 +183,9 @@ def parallel(function: Callable[[Any], Value], items: Iterable, desc: str = "") 
     n_jobs = jobs()
     n_threads = max(1, min(torch.get_num_threads(), joblib.cpu_count() // n_jobs))
     settings = {name: value for name, value in os.environ.items() if name.startswith("OA_")}
+    caller = (socket.gethostname(), os.getpid())
     calls = (
-        joblib.delayed(_in_worker)(function, item, os.getpid(), settings, n_threads)
-        for item in items
+        joblib.delayed(_in_worker)(function, item, caller, settings, n_threads) for item in items
     )
     kind = "generator" if backend.supports_return_generator else "list"
     results = joblib.Parallel(n_jobs=n_jobs, return_as=kind)(calls)
@@ -203,13 +205,18 @@ def end_with_parent(parent: int) -> None:
 
 
 def _in_worker(
-    function: Callable, item: Any, parent: int, settings: dict[str, str], n_threads: int
+    function: Callable, item: Any, caller: tuple[str, int], settings: dict[str, str], n_threads: int
 ) -> Any:
-    """One call, with the item's name on what goes wrong."""
-    if os.getpid() != parent:
+    """One call, with the caller's settings and none of an earlier one, and with the item's name on
+    what goes wrong."""
+    here = socket.gethostname()
+    if (here, os.getpid()) != caller:
+        for name in GIVEN - settings.keys():
+            os.environ.pop(name, None)
+        GIVEN.update(settings)
         os.environ.update(settings | {"OA_QUIET": "1"})
-        if os.getppid() == parent:
-            end_with_parent(parent)
+        if (here, os.getppid()) == caller:
+            end_with_parent(os.getppid())
     threads_before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:

@@ -137,10 +137,10 @@ def caption(
 
 def folder(budget: str) -> Path:
     """Where figures go: `OA_FIGURES`, else `figures` of the repository, or of the current folder
-    where there is no repository; those of the test budget into a temporary folder."""
-    given = os.environ.get("OA_FIGURES")
-    if given:
-        return Path(given)
+    where there is no repository; those of the test budget into `test` below `OA_FIGURES`, else into
+    a temporary folder."""
+    if given := os.environ.get("OA_FIGURES"):
+        return Path(given) / "test" if budget == "test" else Path(given)
     if budget == "test":
         return Path(store.scratch().name) / "figures"
     return (store.repository() or Path.cwd()) / "figures"

@@ -15,13 +15,13 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
@@ -84,11 +84,12 @@ def scratch() -> tempfile.TemporaryDirectory:
 
 
 def folder(budget: str | None = None) -> Path:
-    """Where results are kept: `OA_STORE`, else a temporary folder at the test budget, else the
-    project's own store."""
+    """Where results are kept: `OA_STORE`, else the project's own store; those of the test budget in
+    `test` below `OA_STORE`, else in a temporary folder."""
+    is_test = machine.budget(budget) == "test"
     if given := os.environ.get("OA_STORE"):
-        return Path(given)
-    if machine.budget(budget) == "test":
+        return Path(given) / "test" if is_test else Path(given)
+    if is_test:
         return Path(scratch().name)
     root = repository()
     return root / ".oa" if root else cache_folder() / "store"
@@ -641,11 +642,70 @@ def results(model_name: str, experiment: str, mixed: bool = False) -> pd.DataFra
     return pd.DataFrame(rows)
 
 
+# ---- which results notebooks stand on
+#
+# `<notebook>.txt` lists those of its last whole run, `<notebook>~….new` those of a run that goes on
+# or was stopped, `<notebook>.new` those that `restore` took up.
+
+
 def note_use(path: Path) -> None:
     """Tells whoever runs a notebook (a line in the file `OA_USED`) which results it stands on."""
     if used := os.environ.get("OA_USED"):
         with open(used, "a") as file:
             file.write("/".join(path.parts[-3:]) + "\n")
+
+
+def list_name(stem: str, budget: str) -> str:
+    """What a notebook is called in the names of its lists: by its budget too where that is not the
+    default one."""
+    return stem if budget == "default" else f"{stem}.{budget}"
+
+
+@contextmanager
+def listing(model_name: str, notebook: str) -> Iterator[Path]:
+    """A file, for `OA_USED`, in which one run of a notebook lists what it stands on.
+
+    Where the run ends well, this is what the notebook stands on, and lists of runs that were
+    stopped before go. Where it does not, its list stays for `publish`.
+    """
+    place = folder("default") / slug(model_name) / USED
+    place.mkdir(parents=True, exist_ok=True)
+    handle, path = tempfile.mkstemp(dir=place, prefix=f"{notebook}~", suffix=".new")
+    own = Path(path)
+    with os.fdopen(handle) as file:
+        yield own
+        names = set(file.read().split())  # even if another run of the notebook removed the file
+    if own.exists():
+        names |= _listed(own)
+    _write_list(place / f"{notebook}.txt", names)
+    for used in place.glob("*.new"):
+        if _notebook(used) == notebook:
+            with suppress(OSError):  # another process was faster
+                used.unlink()
+
+
+def _notebook(used: Path) -> str:
+    """Whose list a file is."""
+    return used.stem.partition("~")[0]
+
+
+def _listed(used: Path) -> set[str]:
+    return set(used.read_text().split())
+
+
+def _write_list(used: Path, names: set[str]) -> None:
+    write_bytes(used, "".join(f"{name}\n" for name in sorted(names)).encode())
+
+
+def _unfinished(place: Path) -> dict[str, set[str]]:
+    """By notebook, what its runs that have not ended well used, all of them together."""
+    names: dict[str, set[str]] = {}
+    for used in place.glob("*.new"):
+        names.setdefault(_notebook(used), set()).update(_listed(used))
+    return {notebook: names[notebook] for notebook in sorted(names) if names[notebook]}
+
+
+# ---- to the repository and back
 
 
 def publish(model_name: str) -> list[Path]:
@@ -654,32 +714,40 @@ def publish(model_name: str) -> list[Path]:
 
     Only what `make notebooks` ran to the end counts, so no cut run and no test gets in. Published
     files that no notebook stands on any more are removed. Of notebooks under way, finished runs
-    go to `data/underway`, from where `restore` takes them.
+    go to `data/underway`, from where `restore` takes them, until the notebook is done. Notebooks
+    that this store knows nothing of keep what they have.
     """
     place = folder("default") / slug(model_name) / USED
     finished = sorted(place.glob("*.txt"))
-    unfinished = [used for used in sorted(place.glob("*.new")) if used.read_text().strip()]
+    unfinished = _unfinished(place)
     if not finished and not unfinished:
         raise FileNotFoundError(
             f"no notebook was run on '{model_name}' with this store: "
             f"`make notebooks MODEL={model_name}` first"
         )
     copied = [path for used in finished for path in _publish_used(used, model_name)]
-    _remove_unused(published() / slug(model_name))
-    shutil.rmtree(underway() / slug(model_name), ignore_errors=True)
-    for used in unfinished:
-        write_bytes(underway() / slug(model_name) / USED / used.name, read_bytes(used))
-    for name in sorted({name for used in unfinished for name in used.read_text().split()}):
-        if not (published() / name).exists() and (folder("default") / name).is_file():
+    there = published() / slug(model_name)
+    current = {name for used in there.glob(f"{USED}/*.txt") for name in _listed(used)}
+    _remove_unused(there, current)
+    saved = underway() / slug(model_name) / USED
+    for used in finished:
+        (saved / f"{used.stem}.new").unlink(missing_ok=True)
+    for notebook, names in unfinished.items():
+        target = saved / f"{notebook}.new"
+        _write_list(target, names | (_listed(target) if target.exists() else set()))
+    for name in sorted(set().union(*unfinished.values())):
+        if not _is_whole(published() / name) and (folder("default") / name).is_file():
             copied += _copy_result(folder("default") / name, underway() / name, SAVED_TENSORS)
+    needed = {name for used in underway().glob(f"*/{USED}/*.new") for name in _listed(used)}
+    _remove_unused(underway(), {name for name in needed if not _is_whole(published() / name)})
     return list(dict.fromkeys(copied))
 
 
 def _publish_used(used: Path, model_name: str) -> list[Path]:
     """Publishes the tables that one notebook stands on, the list of them and what they cost."""
     copied = []
-    names = []
-    for name in sorted(set(used.read_text().split())):
+    names = set()
+    for name in sorted(_listed(used)):
         source = folder("default") / name
         if source.parent.name.startswith(PARTS):
             continue
@@ -687,26 +755,37 @@ def _publish_used(used: Path, model_name: str) -> list[Path]:
             record = read_record(source)
         except BadFile as error:
             warnings.warn(f"{error}: not published", stacklevel=2)
-            continue
+            record = {"budget": "test"}
         if record["budget"] != "test" and any(table_rows(record["numbers"])):
-            names.append(name)
+            names.add(name)
             copied += _copy_result(source, published() / name, SMALL_TENSORS)
+        elif (published() / name).exists():
+            names.add(name)  # the store has nothing better
     lists = published() / slug(model_name) / USED
-    write_bytes(lists / used.name, "".join(f"{name}\n" for name in names).encode())
-    for costs in used.parent.glob(f"{used.stem}.default.costs"):  # see paper/costs.py
+    _write_list(lists / used.name, names)
+    budget = "" if used.stem.endswith(".paper") else ".default"
+    for costs in used.parent.glob(f"{used.stem}{budget}.costs"):  # see paper/costs.py
         write_bytes(lists / costs.name, read_bytes(costs))
     return copied
 
 
-def _remove_unused(place: Path) -> None:
-    """Takes away published files of a model that no notebook stands on any more."""
-    current = {name for used in place.glob(f"{USED}/*.txt") for name in used.read_text().split()}
-    for old in place.glob("*/*.json"):
+def _remove_unused(place: Path, current: set[str]) -> None:
+    """Takes away the results below a folder that are not among the current ones, and tensors whose
+    result is gone."""
+    for old in place.rglob("*.json"):
         if "/".join(old.parts[-3:]) not in current:
             old.unlink()
-    for beside in place.glob("*/*.safetensors"):
+    for beside in place.rglob("*.safetensors"):
         if not beside.with_suffix("").with_suffix(".json").exists():
             beside.unlink()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a result is there, with its tensors if it has any."""
+    if not path.exists():
+        return False
+    tensors = read_record(path).get("tensors")
+    return not tensors or path.with_name(tensors).is_file()
 
 
 def _copy_result(source: Path, target: Path, most: int) -> list[Path]:
@@ -726,14 +805,15 @@ def restore(model_name: str) -> list[Path]:
     store, so that notebooks go on from there instead of computing it again; what the store has
     stays, results whose tensors were too large to publish are left out."""
     restored = []
-    places = [root / slug(model_name) for root in (published(), underway())]
+    lists = sorted((underway() / slug(model_name) / USED).glob("*.new"))
+    names = {slug(name.partition("/")[0]) for used in lists for name in _listed(used)}
+    models = sorted({slug(model_name), *names})  # a notebook may bring models of its own
+    places = [root / model for root in (published(), underway()) for model in models]
     for source in sorted(path for place in places for path in place.glob("*/*.json")):
         target = folder("default") / "/".join(source.parts[-3:])
-        tensors = read_record(source).get("tensors")
-        is_whole = not tensors or source.with_name(tensors).is_file()
-        if is_whole and not target.exists():
+        if _is_whole(source) and not target.exists():
             restored += _copy_result(source, target, SAVED_TENSORS)
-    for used in places[1].glob(f"{USED}/*.new"):  # so that the next `publish` saves them again
+    for used in lists:  # so that the next `publish` saves them again
         target = folder("default") / slug(model_name) / USED / used.name
         if not target.exists() and not target.with_suffix(".txt").exists():
             write_bytes(target, read_bytes(used))

@@ -66,7 +66,8 @@ def test_components_circuits_and_random_circuits(model, task, tmp_path, monkeypa
     variant = claims.variant(model, 0, task)
     assert variant == "classes"
     path = oa.plots.save(oa.plots.draw(circuit).figure, "circuit", model, "", variant)
-    assert path.parent == tmp_path / "figures" / "mine" / "own" / "classes"
+    assert path.parent == oa.plots.folder(model.budget) / "mine" / "own" / "classes"
+    assert path.is_relative_to(tmp_path / "figures")
     assert committed() == before
 
 

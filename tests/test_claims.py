@@ -451,6 +451,56 @@ def test_fresh_moves_what_is_stored_aside_once(place, monkeypatch):
     assert stored.exists()
 
 
+def test_fresh_also_moves_models_that_a_notebook_brings(place, monkeypatch):
+    name = next(iter(notebooks.OWN_MODELS))
+    path = write_notebook(place / "repo" / "notebooks" / f"{name}.ipynb", "1")
+    brought = claims.record([MEDIAN], SimpleNamespace(name="known", budget="default"), EXPERIMENT)
+    run_notebooks(path, monkeypatch, FRESH="1")
+    assert not brought.exists()
+    assert (ROOT / "notebooks" / f"{name}.ipynb").exists()
+
+
+RECORDS = f"""
+import os
+from types import SimpleNamespace
+from oa_utils.paper.claims import Claim, record
+model = SimpleNamespace(name="tiny", budget=os.environ["OA_BUDGET"])
+record([Claim({MEDIAN.id!r}, "said", measured=0.3)], model, {EXPERIMENT!r})
+"""
+
+
+def test_a_run_at_the_papers_budget_leaves_what_the_default_run_published(place, monkeypatch):
+    path = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", RECORDS)
+    run_notebooks(path, monkeypatch, OA_BUDGET="default")
+    store.publish("tiny")
+    run_notebooks(path, monkeypatch, OA_BUDGET="paper")
+    store.publish("tiny")
+    assert {model for _, model in claims.chapters()} == {"tiny", "tiny.paper"}
+    results = place / "repo" / "data" / "results" / "tiny"
+    assert (results / "claims" / f"{EXPERIMENT}.json").exists()
+    lists = {"05_x.txt", "05_x.paper.txt", "05_x.default.costs", "05_x.paper.costs"}
+    assert {path.name for path in (results / store.USED).iterdir()} == lists
+
+
+def test_a_run_that_fails_leaves_a_list_and_one_that_ends_well_removes_it(place, monkeypatch):
+    path = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", RECORDS, "1 / 0")
+    with pytest.raises(SystemExit):
+        run_notebooks(path, monkeypatch)
+    [left] = (place / "store" / "tiny" / store.USED).glob("*.new")
+    assert left.read_text() == f"tiny/claims/{EXPERIMENT}.json\n"
+    write_notebook(path, RECORDS)
+    run_notebooks(path, monkeypatch)
+    names = {path.name for path in left.parent.iterdir()}
+    assert names == {"05_x.txt", "05_x.default.costs"}
+
+
+def test_a_test_run_does_not_touch_the_claims_of_a_store_of_ones_own(place):
+    real = claims.record([MEDIAN], TINY, EXPERIMENT)
+    before = real.read_bytes()
+    claims.record([RANK], SimpleNamespace(name="tiny", budget="test"), EXPERIMENT)
+    assert real.read_bytes() == before
+
+
 # ---- what notebooks cost
 
 

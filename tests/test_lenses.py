@@ -276,26 +276,26 @@ def test_gradient_of_a_step_is_that_of_the_mean_kl(model):
 
 def test_a_killed_training_goes_on_to_the_same_lens(model, tmp_path, monkeypatch):
     data = lenses.read(model, tokens_of(model, 64))
+    honest = lenses.Trainer.losses
     for kind in ("oca", "tuned"):
         whole = lenses.train(model, data, kind, **FEW)
-        monkeypatch.setattr(store.Snapshots, "due", lambda self: True)
-        monkeypatch.setenv("OA_STORE", str(tmp_path / kind))
-        honest = lenses.Trainer.losses
         steps = []
 
-        def dies(self, raw, resid, layers, train=False, honest=honest, steps=steps):
+        def dies(self, raw, resid, layers, train=False, steps=steps):
             steps.append(train)
             if sum(steps) == 17:
                 raise KeyboardInterrupt
             return honest(self, raw, resid, layers, train)
 
-        monkeypatch.setattr(lenses.Trainer, "losses", dies)
-        with pytest.raises(KeyboardInterrupt):
-            lenses.train(model, data, kind, **FEW)
-        again = lenses.train(model, data, kind, **FEW)
+        with monkeypatch.context() as patched:
+            patched.setattr(store.Snapshots, "due", lambda self: True)
+            patched.setenv("OA_STORE", str(tmp_path / kind))
+            patched.setattr(lenses.Trainer, "losses", dies)
+            with pytest.raises(KeyboardInterrupt):
+                lenses.train(model, data, kind, **FEW)
+            again = lenses.train(model, data, kind, **FEW)
         assert steps.count(True) == 17 + 14  # from step 16 on
         assert again.fingerprint == whole.fingerprint and again.training == whole.training
-        monkeypatch.undo()
 
 
 def test_a_trained_lens_comes_from_the_store_and_other_contexts_give_another(gpt2, monkeypatch):

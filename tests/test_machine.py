@@ -1,6 +1,7 @@
 import dataclasses
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -285,8 +286,30 @@ def test_parallel_keeps_the_order_and_shares_cores_and_store(place, monkeypatch)
     assert order == (0, 1, 2, 3)
     assert os.getpid() not in processes
     assert set(threads) == {max(1, min(before, joblib.cpu_count() // 2))}
-    assert set(settings) == {(Path(place / "other"), "test", True)}
+    assert set(settings) == {(place / "other" / "test", "test", True)}
     assert torch.get_num_threads() == before
+
+
+def test_a_worker_that_lives_on_forgets_the_settings_of_an_earlier_call(monkeypatch):
+    monkeypatch.setenv("OA_JOBS", "2")
+    monkeypatch.setenv("OA_FIGURES", "earlier")
+
+    def figures(_):
+        return os.getpid(), os.environ.get("OA_FIGURES")
+
+    workers, before = zip(*machine.parallel(figures, range(4)), strict=True)
+    assert os.getpid() not in workers and set(before) == {"earlier"}
+    monkeypatch.delenv("OA_FIGURES")
+    assert {figures for _, figures in machine.parallel(figures, range(4))} == {None}
+
+
+def test_a_process_of_another_host_with_the_callers_number_is_a_worker(monkeypatch):
+    monkeypatch.setattr(machine, "GIVEN", set())
+    monkeypatch.setenv("OA_QUIET", "")
+    monkeypatch.setenv("OA_STORE", "here")
+    elsewhere = ("elsewhere", os.getpid())
+    given = {"OA_STORE": "given"}
+    assert machine._in_worker(lambda _: os.environ["OA_STORE"], 0, elsewhere, given, 1) == "given"
 
 
 def test_a_single_process_is_this_one(monkeypatch):
@@ -376,7 +399,8 @@ def test_parallel_runs_under_dask():
 
 def test_a_call_has_the_threads_it_is_given_and_the_caller_keeps_its_own():
     before = torch.get_num_threads()
-    given = machine._in_worker(lambda _: torch.get_num_threads(), 0, os.getpid(), {}, before + 1)
+    here = (socket.gethostname(), os.getpid())
+    given = machine._in_worker(lambda _: torch.get_num_threads(), 0, here, {}, before + 1)
     assert given == before + 1
     assert torch.get_num_threads() == before
 

@@ -117,7 +117,8 @@ def test_a_figure_that_would_be_illegible_is_reported():
 def test_figures_are_in_the_repository_or_here_and_those_of_a_test_in_a_temporary_folder(
     place, monkeypatch
 ):
-    assert plots.folder("default") == plots.folder("test") == place
+    assert plots.folder("default") == place
+    assert plots.folder("test") == place / "test"
     monkeypatch.delenv("OA_FIGURES")
     root = store.repository()
     assert plots.folder("default") == plots.folder("paper") == root / "figures"

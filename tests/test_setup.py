@@ -77,6 +77,35 @@ def test_make_alone_lists_every_command():
     assert commands == set(re.findall(r"^([a-z0-9-]+):.*## ", makefile, re.M))
 
 
+def make_setup(folder: Path, *says: str) -> subprocess.CompletedProcess:
+    """`make setup` in a folder, with a shell script for Python."""
+    for name in ("Makefile", "requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    write_script(folder / "python", *says)
+    call = ["make", "setup", "PYTHON=./python"]
+    return subprocess.run(call, cwd=folder, capture_output=True, text=True)
+
+
+def write_script(path: Path, *lines: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+
+
+def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
+    done = make_setup(tmp_path, "exit 1")
+    assert done.returncode
+    assert "older than 3.11: name another one, such as PYTHON=python3.12" in done.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_half_made_venv_is_made_anew(tmp_path):
+    write_script(tmp_path / ".venv" / "bin" / "python", "exit 1")  # it has no pip
+    done = make_setup(tmp_path, 'if [ "$2" = venv ]; then cp python .venv/bin/; echo "$@"; fi')
+    assert "-m venv --clear .venv" in done.stdout
+    assert (tmp_path / ".venv" / ".ready").exists(), done.stderr
+
+
 def test_make_names_modules_that_exist():
     for module in re.findall(r"-m (oa_utils[\w.]*)", (ROOT / "Makefile").read_text()):
         assert importlib.util.find_spec(module), module

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -73,7 +75,8 @@ def strict(path):
 def test_the_store_is_in_the_repository_unless_told_otherwise_and_temporary_for_tests(
     place, monkeypatch
 ):
-    assert store.folder("test") == place / "store"
+    assert store.folder("default") == place / "store"
+    assert store.folder("test") == place / "store" / "test"
     monkeypatch.delenv("OA_STORE")
     assert store.folder("default") == store.folder("paper") == place / "repo" / ".oa"
     assert place not in store.folder("test").parents
@@ -398,12 +401,19 @@ def test_a_folder_where_a_result_belongs_costs_the_stored_file_only(monkeypatch)
 
 def test_a_test_result_does_not_stand_for_a_real_one():
     compute = Counter()
-    run(compute, model=TESTED)
-    path = run(compute).path
+    path = among_real_ones(run(compute, model=TESTED).path)
+    assert run(compute).path == path
     assert compute.calls == 2
     assert json.loads(path.read_text())["budget"] == "default"
     run(compute, model=TESTED)
     assert compute.calls == 2
+
+
+def among_real_ones(tested):
+    """A test result put where results of the default budget are."""
+    path = store.folder("default") / "/".join(tested.parts[-3:])
+    store.write_bytes(path, tested.read_bytes())
+    return path
 
 
 # ---- snapshots
@@ -630,7 +640,7 @@ def test_publish_copies_finished_tables_but_no_tests_no_wrecks_and_no_parts(plac
     store.run("curves", Settings(), lambda _: {"a": [1, 2]}, model=MODEL)
     store.run("search_ugs", Settings(), Counter(), model=MODEL)
     foreign(run(Counter(), Settings(lam=3.0)).path)
-    run(Counter(), Settings(lam=4.0), model=TESTED)
+    among_real_ones(run(Counter(), Settings(lam=4.0), model=TESTED).path)
     listed("other")
     other = store.run("ex", Settings(), Counter(), model=other_model("other"))
     with pytest.warns(UserWarning, match=r"lam=3.0.*not published"):
@@ -674,26 +684,111 @@ def test_a_restored_result_is_not_computed_again_unless_its_tensors_were_too_lar
         store.restore("nobody")
 
 
-def test_a_notebook_under_way_goes_on_from_its_finished_runs_on_another_machine(place, monkeypatch):
-    used = place / "store" / store.slug(MODEL.name) / store.USED / "02.new"
-    store.write_bytes(used, b"")
-    monkeypatch.setenv("OA_USED", str(used))
-    part = Counter(tensors={"theta": torch.arange(3.0)})
-    store.run("search_ugs", Settings(), part, model=MODEL)
-    run(Counter(), Settings(lam=1.0))
+class Stopped(Exception):
+    pass
+
+
+def run_notebook(notebook, *lams, stop=False, experiment="search_ugs"):
+    """A notebook that asks for some runs, of a kind that is part of others' tables; returns how
+    many of them were computed."""
+    tensors = {"theta": torch.arange(3.0)}
+    counters = [Counter(tensors=tensors) for _ in lams]
+    with suppress(Stopped), store.listing(MODEL.name, notebook) as used:
+        with patch.dict(os.environ, {"OA_USED": str(used)}):
+            for lam, counter in zip(lams, counters, strict=True):
+                result = store.run(experiment, Settings(lam=lam), counter, model=MODEL)
+                assert torch.equal(result.tensors["theta"], tensors["theta"])
+        if stop:
+            raise Stopped
+    return sum(counter.calls for counter in counters)
+
+
+def saved(place):
+    """Prices of the runs that are under way in the repository."""
+    records = map(store.read_record, (place / "repo/data/underway").rglob("*.json"))
+    return sorted(record["settings"]["lam"] for record in records)
+
+
+def test_a_notebook_under_way_goes_on_from_its_finished_runs_on_another_machine(place):
+    run_notebook("02", 1.0, 2.0, stop=True)
     store.publish(MODEL.name)
     assert not list((place / "repo/data/results").rglob("*.json"))
     shutil.rmtree(place / "store")
-    assert len(store.restore(MODEL.name)) == 3
-    assert len(store.publish(MODEL.name)) == 3  # what was restored is not lost by the next save
-    again = Counter()
-    result = store.run("search_ugs", Settings(), again, model=MODEL)
-    assert again.calls == 0
-    assert torch.equal(result.tensors["theta"], torch.arange(3.0))
-    run(Counter(), Settings(lam=1.0))
-    used.rename(used.with_suffix(".txt"))  # the notebook is done
-    assert len(store.publish(MODEL.name)) == 1
-    assert not list((place / "repo/data/underway").rglob("*.json"))
+    assert len(store.restore(MODEL.name)) == 4
+    assert len(store.publish(MODEL.name)) == 4  # what was restored is not lost by the next save
+    assert run_notebook("02", 1.0, 2.0, 3.0) == 1
+    store.publish(MODEL.name)
+    assert saved(place) == []  # the notebook is done
+
+
+def test_what_any_stopped_run_of_a_notebook_used_stays_saved_until_one_ends_well(place):
+    run_notebook("02", 1.0, 2.0, stop=True)
+    store.publish(MODEL.name)
+    run_notebook("02", 1.0, stop=True)  # started again and stopped early
+    store.publish(MODEL.name)
+    assert saved(place) == [1.0, 2.0]
+    shutil.rmtree(place / "store")  # a machine that never restored
+    run_notebook("02", 3.0, stop=True)
+    store.publish(MODEL.name)
+    assert saved(place) == [1.0, 2.0, 3.0]
+
+
+def test_notebooks_that_a_store_does_not_know_keep_what_they_have_saved(place):
+    run_notebook("02", 1.0, stop=True)
+    store.publish(MODEL.name)
+    shutil.rmtree(place / "store")
+    run_notebook("03", 2.0)
+    store.publish(MODEL.name)
+    assert saved(place) == [1.0]
+
+
+def test_a_run_that_ends_lists_all_it_used_even_if_another_ended_meanwhile(place):
+    used = place / "store" / store.slug(MODEL.name) / store.USED
+    with store.listing(MODEL.name, "02") as slow:
+        slow.write_text("a\n")
+        with store.listing(MODEL.name, "02") as quick:
+            quick.write_text("a\nb\n")
+        slow.write_text("c\n")
+    assert (used / "02.txt").read_text() == "a\nc\n"
+    assert [path.name for path in used.iterdir()] == ["02.txt"]
+
+
+def test_a_run_under_way_is_saved_if_only_its_numbers_are_published(place, monkeypatch):
+    monkeypatch.setattr(store, "SMALL_TENSORS", 0)
+    run_notebook("02", 1.0, experiment="ex")
+    store.publish(MODEL.name)
+    assert [p.suffix for p in (place / "repo/data/results").rglob("lam=*")] == [".json"]
+    run_notebook("03", 1.0, stop=True, experiment="ex")
+    store.publish(MODEL.name)
+    assert saved(place) == [1.0]
+    assert list((place / "repo/data/underway").rglob("*.safetensors"))
+
+
+def test_runs_of_models_that_a_notebook_brings_are_saved_and_restored_with_it(place):
+    other = other_model("known")
+    with suppress(Stopped), store.listing(MODEL.name, "10") as used:
+        with patch.dict(os.environ, {"OA_USED": str(used)}):
+            store.run("search_ugs", Settings(lam=1.0), Counter(), model=other)
+        raise Stopped
+    store.publish(MODEL.name)
+    shutil.rmtree(place / "store")
+    [restored] = store.restore(MODEL.name)
+    assert restored.parts[-3] == "known"
+
+
+def test_the_published_copy_stays_where_the_store_has_none_that_is_usable(place, listed):
+    good = run(Counter(), Settings(lam=1.0)).path
+    lost = run(Counter(), Settings(lam=2.0)).path
+    tested = run(Counter(), Settings(lam=3.0)).path
+    store.publish(MODEL.name)
+    foreign(lost)
+    run(Counter(), Settings(lam=3.0), model=TESTED)
+    tested.unlink()
+    among_real_ones(store.folder("test") / "/".join(tested.parts[-3:]))
+    with pytest.warns(UserWarning, match=r"lam=2.0.*not published"):
+        store.publish(MODEL.name)
+    names = {path.name for path in (place / "repo/data/results").rglob("*.json")}
+    assert names == {good.name, lost.name, tested.name}
 
 
 def test_what_no_notebook_stands_on_is_not_published(listed, monkeypatch):

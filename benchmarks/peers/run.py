@@ -4,14 +4,15 @@ attribution patching. `make bench-peers`; writes benchmarks/peers.json.
 The same random weights (exported as a folder) and the same batch for both sides, seconds of the
 processor on one thread. auto-circuit and tuned-lens live in venvs of their own in the user's cache,
 made on demand from the pinned files beside this one; what cannot be installed or run is left out,
-with the reason.
+with the reason. Asked for some of them, the rows of the others stay as they are.
 """
 
+import json
 import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 BESIDE = Path(__file__).resolve().parent
@@ -140,24 +141,37 @@ PEERS: dict[str, Callable[[Path, int], list[dict]]] = {
 }
 
 
+def kept(path: Path, peers: Collection[str], about_run: dict) -> tuple[list[dict], dict[str, str]]:
+    """What a file has of other peers than these: rows, and why some were left out."""
+    if set(peers) == set(PEERS) or not path.exists():
+        return [], {}
+    stored = json.loads(path.read_text("utf-8"))
+    differing = [key for key, value in about_run.items() if stored[key] != value]
+    if differing:
+        sys.exit(f"{path.name} was measured with other {', '.join(differing)}: run all peers")
+    rows = [row for row in stored["rows"] if row["peer"] not in peers]
+    return rows, {peer: why for peer, why in stored["left_out"].items() if peer not in peers}
+
+
 def main() -> None:
     parser = timing.options(__doc__, repeats=3)
     parser.add_argument("peers", nargs="*", default=list(PEERS), help=f"of {', '.join(PEERS)}")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    left_out = {}
+    sizes = {"prompts": timing.PROMPTS, "tokens": timing.LENGTH, **timing.SMALL}
+    sizes["repeats"] = given.repeats
+    rows, left_out = kept(timing.FOLDER / "peers.json", given.peers, timing.about_run(sizes))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         export(folder)
         for peer in given.peers:
             try:
-                rows += PEERS[peer](folder, given.repeats)
+                rows += [{"peer": peer, **row} for row in PEERS[peer](folder, given.repeats)]
             except (RuntimeError, subprocess.CalledProcessError, OSError) as error:
                 left_out[peer] = str(error).splitlines()[-1]
                 print(f"{peer} left out: {error}")
-    sizes = {"prompts": timing.PROMPTS, "tokens": timing.LENGTH, **timing.SMALL}
-    timing.write("peers", rows, sizes | {"repeats": given.repeats}, left_out=left_out)
+    rows.sort(key=lambda row: list(PEERS).index(row["peer"]))
+    timing.write("peers", rows, sizes, left_out=left_out)
 
 
 if __name__ == "__main__":

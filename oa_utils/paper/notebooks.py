@@ -2,14 +2,16 @@
 
 `OA_MODEL` and `OA_BUDGET` say on which model and at which budget. The default run on `tiny` is
 written back into the notebook; runs of other models or budgets go to `figures/<model>/notebooks/`,
-and test runs are not kept. With `FRESH=1` all that is stored for the model is first moved aside, so
-that everything is computed; a second start without it goes on where the first one was.
+and test runs are not kept. With `FRESH=1` all that is stored for the model, and for models that one
+of the notebooks brings, is first moved aside, so that everything is computed; a second start
+without it goes on where the first one was.
 """
 
 import argparse
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from tqdm import tqdm
 
 from oa_utils import machine, sources, store
 from oa_utils.paper import costs
+
+OWN_MODELS = {"10_ground_truth_circuits": "known"}  # notebooks that bring models, and their name
 
 
 class NotebookFailed(RuntimeError):
@@ -76,15 +80,15 @@ def execute(
         extra_arguments=["--log-level=40"],
         record_timing=False,
     )
-    used = store.folder("default") / store.slug(name_of(model)) / store.USED / f"{path.stem}.new"
     is_kept = budget != "test" and not environment
-    if is_kept:
-        store.write_bytes(used, b"")
-        variables["OA_USED"] = str(used.resolve())
+    named = store.list_name(path.stem, budget)
+    listing = store.listing(name_of(model), named) if is_kept else nullcontext()
     clock = costs.Clock(name_of(model), path.stem, budget, [cell.source for cell in code])
     if is_kept and (left := clock.left()) and left > 60:
         tqdm.write(f"{path.stem}: about {machine.duration(left)}, less what is stored")
-    with costs.told(clock, path.stem) as bar:
+    with listing as used, costs.told(clock, path.stem) as bar:
+        if used:
+            variables["OA_USED"] = str(used.resolve())
 
         def count(**_: Any) -> None:
             clock.cell_done()
@@ -104,7 +108,6 @@ def execute(
                 "stored is kept, OA_JOBS=1 takes less"
             ) from None
     if is_kept:
-        used.replace(used.with_suffix(".txt"))
         clock.save()
     without_messages(notebook)
     notebook.metadata.pop("widgets", None)
@@ -122,9 +125,9 @@ def target(path: Path, model: str, budget: str) -> Path | None:
     return folder / (path.name if budget == "default" else f"{path.stem}.{budget}.ipynb")
 
 
-def move_aside(model: str, budget: str) -> Path | None:
+def move_aside(model_name: str, budget: str) -> Path | None:
     """Puts a model's stored results where no run finds them; they are not deleted."""
-    name = store.slug(name_of(model))
+    name = store.slug(model_name)
     results = store.folder(budget) / name
     if not results.exists():
         return None
@@ -148,12 +151,11 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     if os.environ.get("FRESH") == "1":
-        moved = move_aside(model, budget)
-        print(
-            f"stored results of {name_of(model)} were moved to {moved}"
-            if moved
-            else "no stored results"
-        )
+        own = [OWN_MODELS[path.stem] for path in paths if path.stem in OWN_MODELS]
+        for name in dict.fromkeys([name_of(model), *own]):
+            moved = move_aside(name, budget)
+            where = f"were moved to {moved}" if moved else "there are none"
+            print(f"stored results of {name}: {where}")
     failed = 0
     for path in map(Path.resolve, paths):
         start = time.monotonic()
