@@ -4,7 +4,7 @@
 so its own forward, its `generate` and whoever hooks it see the ablated values: `hook_z` and the
 MLPs' `hook_out` hold what components write in the circuit, and the last stream is what `out` reads.
 Position 0 is never ablated. Constants go on: position i takes row min(i, P−1), also where text is
-generated.
+generated. Prompts padded on the left (a list of texts of several lengths) are refused.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ class Columns:
         """Before each forward of the model: how much of the prompt it has seen already."""
         cache = kwargs.get("past_key_values")
         self.first = 0 if cache is None else int(cache.get_seq_length())
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and (mask[:, 1:] > mask[:, :-1]).any():
+            raise ValueError(
+                "prompts padded on the left: their positions are not their columns, so what is "
+                "ablated where cannot be told; run prompts of one length, or one at a time"
+            )
 
     def positions(self, value: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, " pos"]:
         return torch.arange(self.first, self.first + value.shape[1], device=value.device)
@@ -124,6 +130,11 @@ class CircuitRun:
         if self.columns.first == 0:
             self.past = {}
         self.positions = self.columns.positions(value)
+        length = int(self.positions[-1]) + 1
+        if length > self.model.n_ctx:
+            raise ValueError(
+                f"{length} tokens, but '{self.model.name}' takes at most {self.model.n_ctx}"
+            )
         self.values = [value]
         self.fills = [self.filled("embed", value)]
         self.biases = torch.zeros_like(value[:1, :1])
@@ -256,7 +267,14 @@ def ablate(
         hooks = []
         for component, rows in what.items():
             site = find(component, model)
-            rows = rows[0] if isinstance(rows, tuple) else rows  # of optimal_constants
+            if isinstance(rows, tuple):  # of optimal_constants
+                rows, how = rows
+                if how.get("family") == "from_end":
+                    raise ValueError(
+                        f"constants of {site.name} are of family 'from_end', which counts from the "
+                        "last token, and text that is generated has no last token yet; train those "
+                        "of family 'position', 'by_position' or 'shared'"
+                    )
             if rows.ndim != 2 or rows.shape[1] != site.dim:
                 raise ValueError(
                     f"constants of {site.name} have shape [P, {site.dim}], not {list(rows.shape)}"

@@ -216,8 +216,8 @@ class Experiment:
         if job.ablation.trained:
             table = self.constants(job.group, job.family).tensors
             return [self.values.constant_fill(table, job.family, self.part)]
-        first = self.settings.seed
-        draws = range(first, first + self.settings.draws)
+        n = self.settings.draws
+        draws = range(self.settings.seed * n, (self.settings.seed + 1) * n)
         return self.values.component_fills(
             job.ablation, job.family, self.part, job.group, draws, self.settings.noise
         )
@@ -234,6 +234,9 @@ class Experiment:
                 for fill in fills
             ]
         values = torch.stack(draws).mean(0)
+        for site, value in zip(job.group, values, strict=True):
+            if not value.isfinite().all():
+                raise RuntimeError(f"the gap of {site.name} under {job.ablation} is not finite")
         rows = []
         for site, value in zip(job.group, values, strict=True):
             gap, se = stats.mean_se(value)
@@ -395,10 +398,10 @@ def component_gaps(
     _choose("part", [part], PARTS)
     trained = any(rule.trained for rule in rules)
     starts = [find_ablation(start) for start in settings.starts] if trained else []
-    for rule in [*rules, *starts]:
-        rule.check(task)
     for needed in (part, "train"):
         getattr(task, needed)  # raises where a part is empty
+    for rule in [*rules, *starts]:
+        rule.check(task, parts=(part,))
     experiment = Experiment(model, task, metric, settings, part)
     jobs = [
         Job(group, rule, family)
@@ -428,9 +431,10 @@ def optimal_constants(
     settings: ComponentSettings,
 ) -> dict[str, tuple[Float[Tensor, "P dim"], dict]]:
     """The constants that `component_gaps` trains, by component, and how each was found: {start,
-    curve}.
+    curve, family}.
 
-    Position i takes row min(i, P−1); the curve is a list of (step, gap on the train part).
+    Position i takes row min(i, P−1), and i counts from the last token backwards in the family
+    `from_end`; the curve is a list of (step, gap on the train part).
     """
     sites = _sites(model, components)
     _choose("family", [family], FAMILIES)
@@ -441,5 +445,5 @@ def optimal_constants(
     for group in machine.progress(groups_of(sites), desc=f"{len(sites)} constants"):
         result = experiment.constants(group, family)
         for name, constant in result.tensors.items():
-            answers[name] = (constant, result.numbers[name])
+            answers[name] = (constant, result.numbers[name] | {"family": family})
     return {site.name: answers[site.name] for site in sites}

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from oa_utils import machine
-from oa_utils.models import Model
+from oa_utils.models import Model, exact
 from oa_utils.sites import CleanPrompts, Site, attention_site, find
 from oa_utils.tasks import Task
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 # of constants: one for each position that all prompts have, one for all positions, one for each
 # position that some prompt has, one for each position counted from the last token
 FAMILIES = ("position", "shared", "by_position", "from_end")
-# the shared mean leaves out earlier positions, as in the paper, where prompts are long enough
+# the shared mean leaves out earlier positions where prompts are long enough (the paper says j > 9,
+# its code takes j ≥ 9)
 FIRST_SHARED = 9
 KEPT_BYTES = 5e8  # of activations that a search keeps and does not compute anew in every step
 
@@ -109,7 +110,8 @@ class PositionMeans:
         `position` and `from_end`: own means up to the last position that every prompt has, where
         one row is pooled from all that is there or behind, so that no row tells a prompt by its
         length. `by_position`: own means wherever some prompt is. `shared`: one row, of positions
-        from 9 on (as in the paper; from 1 where some prompt ends by then).
+        from 9 on (as the paper's code; its text says behind 9), or from 1 where some prompt ends
+        by then.
         """
         end = self.common_end
         if family == "shared":
@@ -134,10 +136,7 @@ def layer_means(
     longest = int(prompts.last.max()) + 1 - from_end  # BOS has no place when counting from the end
     device = prompts.last.device
     count = torch.zeros(longest, dtype=torch.int64, device=device)
-    sums = {
-        site.name: torch.zeros(2, longest, site.dim, dtype=torch.float64, device=device)
-        for site in sites
-    }
+    sums = {site.name: exact(torch.zeros(2, longest, site.dim, device=device)) for site in sites}
 
     def of_some(rows: Int[Tensor, " b"]) -> tuple[Tensor, dict[str, Tensor]]:
         """How many prompts have each place, and the sums of values and squares there."""
@@ -151,7 +150,7 @@ def layer_means(
         found = {}
         for site in sites:
             value = block.value(site).take_along_dim(places.clamp(min=0)[..., None], 1)
-            value = value.double() * inside[..., None]
+            value = exact(value * inside[..., None])
             found[site.name] = torch.stack([value.sum(0), value.square().sum(0)])
         return inside.sum(0), found
 
@@ -161,11 +160,12 @@ def layer_means(
             sums[name][:, : len(inside)] += values
     means = {}
     first = 0 if from_end else 1
-    n = count[first:].sum()
+    n = int(count[first:].sum())
     for name, (total, squares) in sums.items():
         variance = squares[first:].sum(0) / n - (total[first:].sum(0) / n).square()
-        std = variance.clamp(min=0).sqrt().float()
-        means[name] = PositionMeans(count, (total / count[:, None]).float(), std)
+        std = variance.clamp(min=0).sqrt().float().to(device)
+        mean = (total / count[:, None].to(total.device)).float().to(device)
+        means[name] = PositionMeans(count, mean, std)
     return means
 
 
@@ -220,17 +220,19 @@ class Ablation(str):
         self.counterfactuals = counterfactuals
         return self
 
-    def check(self, task: Task, edges: bool = False) -> None:
-        """Refuses a task that lacks what the rule needs, and edges where there is no form for
-        them."""
+    def check(
+        self, task: Task, edges: bool = False, parts: Sequence[str] = ("train", "test")
+    ) -> None:
+        """Refuses a task that lacks what the rule needs in the parts where it is used, and edges
+        where there is no form for them."""
         if edges and self.noise:
             forms = [name for name, ablation in ABLATIONS.items() if not ablation.noise]
             raise ValueError(f"'{self}' has no form for edges: there are {', '.join(forms)}")
         if self.counterfactuals:
             task.need_counterfactual()
         if self.prompts and self.random:
-            task.train.partners()
-            task.test.partners()
+            for part in parts:
+                getattr(task, part).partners()
 
 
 def _zero(site: Site, model: Model, means: MeansOf, family: str) -> Float[Tensor, "1 dim"]:

@@ -1,9 +1,9 @@
 """The edge-masked model: every reader gets its own sum of what the writers before it wrote, kept or
 ablated.
 
-Input of a reader = Σ_j fill_j + Σ_j α_j (value_j − fill_j) + output biases, at positions ≥ 1;
-position 0 is clean, so it is computed once for a first token and never again. `buffer.py` holds
-value − fill of every writer and mixes it.
+Input of a reader = Σ_j fill_j + Σ_j α_j (value_j − fill_j) + output biases of attention, at
+positions ≥ 1; position 0 is clean, so it is computed once for a first token and never again.
+`buffer.py` holds value − fill of every writer and mixes it.
 
 Two identities keep it fast. A LayerNorm ignores the mean of its input, so all writers are centred
 once and LayerNorm becomes RMSNorm; and a norm's scale commutes with the projection after it, so
@@ -11,7 +11,9 @@ normalised inputs are never written out. Models in half precision are computed i
 for their MLPs and the unembedding.
 
 `MaskedLayers`, which is `MaskedModel(model, level="layer")`, has whole attention layers in the
-heads' place. It calls the model's own blocks, so it is exact for every family.
+heads' place; their output biases are part of what they write, so they are ablated with it. It calls
+the model's own blocks, so it is exact for every family; in half precision these stay in half, and
+only what they wrote is added up in float32.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class MaskedModel:
         if level not in LEVELS:
             raise ValueError(f"level is one of {', '.join(LEVELS)}, not {level!r}")
         self.model = model
+        self.fingerprint = model.fingerprint  # of the weights that are kept here
         self.graph = Graph.of(model, level)
         # constants and gradients in half precision would be rounding
         self.dtype: torch.dtype = torch.promote_types(model.dtype, torch.float32)
@@ -89,6 +92,14 @@ class MaskedModel:
     def run_inputs(self) -> dict[str, str]:
         """What names stored runs of this masked model beside model and settings."""
         return {} if self.graph.level == "edge" else {"graph": self.graph.level}
+
+    def check_current(self) -> None:
+        """Refuses a model that was edited since its weights were read."""
+        if self.fingerprint != self.model.fingerprint:
+            raise ValueError(
+                f"the weights of '{self.model.name}' were edited since this masked model read "
+                "them; make a new MaskedModel(model)"
+            )
 
     # ---- weights
 

@@ -9,6 +9,7 @@ modules under the bridge directly, so hooks set on `model.bridge` do not fire in
 import functools
 import hashlib
 import math
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float, Int
+from joblib.parallel import get_active_backend
 from torch import Tensor
 
 from oa_utils import machine, sources, store
@@ -46,6 +48,7 @@ SCALES = ("scaling",)  # of an attention's scores; without: one over the root of
 SCORE_CAPS = ("attn_logit_softcapping",)  # of an attention
 LOGIT_CAPS = ("final_logit_softcapping",)  # of a configuration
 WINDOWS = ("sliding_window", "window_size")  # of a configuration: how far back a token can see
+WITHOUT_FLOAT64 = ("mps",)  # kinds of device
 # fields of a configuration that cannot change what a frozen model answers; all others are part of
 # its fingerprint, so that a new kind of model needs no entry here
 NO_PART_OF_THE_FORWARD = re.compile(
@@ -159,7 +162,7 @@ def rotate(
     else:
         left, right = x.chunk(2, dim=-1)
         across = torch.cat((-right, left), dim=-1)
-    return x * cos + across * sin
+    return (x * cos + across * sin).to(x.dtype)  # tables may be more precise than the model
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +177,6 @@ class Layer:
     mlp_out: Callable[[Tensor], Tensor]
     n_heads: int
     W_O: Float[Tensor, "head d_head d"]
-    b_V: Float[Tensor, "head d_head"]
     b_O: Float[Tensor, " d"]
     rotary: Rotary
     ln1_post: Callable[[Tensor], Tensor] | None = None  # between attention and the stream
@@ -188,6 +190,13 @@ class Layer:
     def adds_up(self) -> bool:
         """Whether what heads write adds up to what the layer writes."""
         return self.ln1_post is None and self.ln2_post is None
+
+    @property
+    def b_V(self) -> Float[Tensor, "head d_head"]:
+        """The value biases, one row for each query head."""
+        if self.attn.b_V is None:
+            return self.W_O.new_zeros(self.W_O.shape[:2])
+        return self.per_head(self.attn.b_V)
 
     def qkv_weights(
         self,
@@ -562,7 +571,8 @@ def load_model(
         origin = {}
     label = Path(where).name if is_folder else where
     model = wrap(hf, tokenizer, name=label, device=device, budget=budget)
-    model.origin = tuple(origin.items())
+    if origin:
+        model.origin = tuple({**origin, "device": str(model.device)}.items())
     return model
 
 
@@ -709,9 +719,6 @@ def _layer(bridge: Any, block: Any) -> Layer:
     ln1 = parts.get("ln1", torch.nn.Identity())
     ln2 = parts.get("ln2", ln1 if parallel else torch.nn.Identity())
     W_O = attn.W_O
-    b_V = W_O.new_zeros(W_O.shape[:2])
-    if attn.b_V is not None:
-        b_V = repeat(attn.b_V, "kv e -> (kv group) e", group=len(W_O) // len(attn.b_V))
     usual = W_O.shape[1] ** -0.5
     scale = _first_of(attn.original_component, SCALES, usual)
     return Layer(
@@ -722,7 +729,6 @@ def _layer(bridge: Any, block: Any) -> Layer:
         mlp.out.original_component,
         len(W_O),
         W_O,
-        b_V,
         W_O.new_zeros(W_O.shape[2]) if attn.b_O is None else attn.b_O,
         _rotary(bridge, attn.original_component),
         ln1_post=parts.get("ln1_post"),
@@ -762,14 +768,20 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     return torch.device("cpu")
 
 
+def exact(x: Tensor) -> Tensor:
+    """In float64: where it is, or on the CPU where its device knows no float64."""
+    return (x.cpu() if x.device.type in WITHOUT_FLOAT64 else x).double()
+
+
 def bos_of(config: Any, tokenizer: Any, name: str) -> int:
-    """The token put first: BOS, else EOS; a chat marker is no BOS, its models were trained on
+    """The token put first: BOS, of the tokenizer or of the configuration, else EOS (which closes
+    turns where a model chats); a chat marker is no BOS, its models were trained on
     <|endoftext|>."""
     is_chat = tokenizer is not None and tokenizer.bos_token == "<|im_start|>"
     if is_chat and "<|endoftext|>" in tokenizer.get_vocab():
         return tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    for source in (tokenizer, config):
-        for field_name in ("bos_token_id", "eos_token_id"):
+    for field_name in ("bos_token_id", "eos_token_id"):
+        for source in (tokenizer, config):
             token = getattr(source, field_name, None)
             if token is not None:
                 return token[0] if isinstance(token, list) else token
@@ -868,9 +880,13 @@ def each(
 ) -> list[Answer]:
     """function(model, item) of each item, in order: in workers that load the model from where it
     came, or here where there is one worker only or where this process alone has the model (made in
-    memory, or edited)."""
+    memory, or edited). Workers that share an accelerator are for who asks for them (joblib,
+    `OA_JOBS`)."""
     items = list(items)
-    if machine.jobs() == 1 or len(items) < 2:
+    _, told = get_active_backend()
+    asked = told or os.environ.get("OA_JOBS")
+    accelerated = model.device.type != "cpu"
+    if machine.jobs() == 1 or len(items) < 2 or (accelerated and not asked):
         alone = True
     elif alone := not (model.origin and model.fingerprint == model.as_loaded):
         machine.announce(f"{model} is in this process only, so nothing runs side by side")

@@ -77,4 +77,5 @@ def head_roles(model: Model, task: Task, heads: Iterable[str]) -> pd.DataFrame:
         row["previous token"] = before[inside].mean().item() if inside.any() else np.nan
         row["first token"] = attention[rows, last, 0].mean().item()
         table.append(row)
-    return pd.DataFrame(table).set_index("head")
+    columns = ["head", *looks, "previous token", "first token"]
+    return pd.DataFrame(table, columns=columns).set_index("head")

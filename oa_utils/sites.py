@@ -4,7 +4,8 @@ A component's value is read raw, nothing folded: a head's z stands before W_O wi
 it, a neuron is the MLP's hidden unit after the activation, `tok` is the token embedding without
 positions. Replacing a value changes the stream by (fill − value) · write, or, where a norm stands
 between, to what is written of the value with the fill in it. Position 0 (BOS) is the same for every
-prompt and is never replaced; neither is b_O.
+prompt and is never replaced; neither is b_O, but for whole attention layers whose value is what
+they write.
 """
 
 import re

@@ -21,8 +21,8 @@ class Supports(NamedTuple):
 
 def supports(model: Model | str | Path) -> Supports:
     """What can be done with a loaded model, or with one by its name, id or folder: then a random
-    model of its configuration is asked, so that no weights are read (the model itself is compared
-    when it is loaded)."""
+    model of its configuration is asked, so that no weights are loaded (the model itself is compared
+    when it is; `smollm2-135m` is downloaded whole, where it is not there yet)."""
     if not isinstance(model, Model):
         try:
             model = sketch(model)

@@ -136,7 +136,8 @@ def _start(candidates: Sequence[Sequence[Tensor]], which: list[int], look: Calla
     tried = torch.stack(
         [look(constants, which) for constants in candidates]
     )  # [candidate constant n]
-    starts = tried.mean(-1).argmin(0).tolist()
+    means = tried.mean(-1)
+    starts = means.masked_fill(means.isnan(), torch.inf).argmin(0).tolist()
     best = [candidates[starts[i]][i].detach().clone() for i in which]
     losses = torch.stack([tried[starts[i], i] for i in which])
     curves = [[[0, values.mean().item()]] for values in losses]
@@ -156,7 +157,8 @@ def _compare(
     for i, now in zip(active, values, strict=True):
         state.curves[i].append([state.step, now.mean().item()])
         gain, error = stats.mean_se(state.losses[i] - now)
-        idle = gain < tol * state.losses[i].mean() and not gain > error
+        enough = tol * state.losses[i].mean().abs()
+        idle = not gain >= enough and not gain > error  # also where the loss is no number
         if gain > NOISE:
             state.best[i] = state.live[i].detach().clone()
             state.losses[i] = now

@@ -145,3 +145,50 @@ def test_bad_calls_say_what_is_wrong(gpt2):
         ablate(gpt2, {"a0.h0": torch.zeros(1, 3)}),
     ):
         pass
+
+
+def test_prompts_padded_on_the_left_are_refused_and_on_the_right_are_not(model):
+    tokens = tokens_of(model, 2, LENGTH)
+    whole = torch.ones_like(tokens)
+    right = whole.clone()
+    right[0, -2:] = 0
+    cases = [{"m1": torch.zeros(1, model.d_model)}, random_circuit(model)]
+    for what in cases:
+        with ablate(model, what, random_constants(model, 1)):
+            for mask in (whole, right, right.bool()):
+                model.bridge(tokens, attention_mask=mask)
+            for mask in (right.flip(1), right.flip(1).bool()):
+                with pytest.raises(ValueError, match="padded on the left"):
+                    model.bridge(tokens, attention_mask=mask)
+
+
+def test_a_list_of_texts_of_several_lengths_is_refused(tiny):
+    texts = ["One day Henry met Anna at the park", "Then Scott"]
+    options = {"max_new_tokens": 2, "do_sample": False, "verbose": False}
+    with ablate(tiny, {"m1": torch.zeros(1, tiny.d_model)}):
+        assert tiny.bridge.generate(texts[0], **options)
+        with pytest.raises(ValueError, match="padded on the left"):
+            tiny.bridge.generate(texts, **options)
+
+
+def test_constants_that_count_from_the_last_token_are_refused(gpt2):
+    rows = torch.zeros(3, gpt2.d_model)
+    for family in ("position", "by_position", "shared"):
+        with ablate(gpt2, {"m1": (rows, {"family": family})}):
+            pass
+    with (
+        pytest.raises(ValueError, match="of family 'from_end'"),
+        ablate(gpt2, {"m1": (rows, {"family": "from_end"})}),
+    ):
+        pass
+
+
+def test_a_circuit_refuses_text_longer_than_the_model_takes(gpt2, monkeypatch):
+    monkeypatch.setattr(gpt2, "n_ctx", LENGTH)
+    options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+    with ablate(gpt2, random_circuit(gpt2), random_constants(gpt2, 1)):
+        log_probs(gpt2, tokens_of(gpt2, 2, LENGTH))
+        with pytest.raises(ValueError, match=f"takes at most {LENGTH}"):
+            log_probs(gpt2, tokens_of(gpt2, 2, LENGTH + 1))
+        with pytest.raises(ValueError, match=f"takes at most {LENGTH}"):
+            gpt2.bridge.generate(tokens_of(gpt2, 1, LENGTH), max_new_tokens=2, **options)

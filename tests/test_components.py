@@ -500,6 +500,41 @@ def test_one_prompt_cannot_be_resampled(gpt2, task):
         component_gaps(gpt2, one_of_each_part(task), ["m1"], ["resample"])
 
 
+def test_seeds_share_no_draw(gpt2, task):
+    def values(**settings):
+        return component_values(gpt2, task, ["m1"], ["resample", "noise"], **settings)
+
+    alone = [values(draws=1, seed=seed) for seed in (2, 3)]
+    second = values(draws=2, seed=1)
+    for key, both in second.items():
+        torch.testing.assert_close(both, torch.stack([one[key] for one in alone]).mean(0))
+
+
+def test_the_part_that_is_measured_is_the_one_that_is_resampled(gpt2, task, monkeypatch):
+    """A single prompt is no matter in another part, and in this one it is found before any
+    training."""
+    part = torch.zeros_like(task.part)
+    one_test = replace(task, part=part.index_fill(0, torch.tensor([1]), 2))
+    assert component_gaps(gpt2, one_test, ["m1"], ["resample"], part="train").gap.gt(0).all()
+    part[:4] = torch.tensor([1, 2, 2, 2])
+    one_validation = replace(task, part=part)
+    monkeypatch.setattr(components, "fit", lambda *given: pytest.fail("trained"))
+    with pytest.raises(ValueError, match="at least 2"):
+        component_gaps(gpt2, one_validation, ["m1"], ["optimal", "resample"], part="validation")
+
+
+def test_a_gap_that_is_no_number_is_refused(gpt2, task, monkeypatch):
+    monkeypatch.setattr(components, "distance", lambda *given: given[2][..., 0] * torch.nan)
+    with pytest.raises(RuntimeError, match="gap of m1 under mean is not finite"):
+        component_gaps(gpt2, task, ["m1"], ["mean"])
+
+
+def test_constants_know_their_family(gpt2, task):
+    for family in ("shared", "from_end"):
+        [(_, how)] = optimal_constants(gpt2, task, ["m1"], family, **QUICK).values()
+        assert how["family"] == family
+
+
 # ---- the paper's own numbers
 
 

@@ -8,7 +8,8 @@ import joblib
 import pandas as pd
 import pytest
 import torch
-from toys import PLANTED, make_task
+from conftest import random_gpt2
+from toys import PLANTED, VOCAB, make_task
 
 from oa_utils import machine, models, stats, store, tasks
 from oa_utils.circuits import Circuit
@@ -17,6 +18,7 @@ from oa_utils.graph import Edge
 from oa_utils.masked import MaskedModel
 from oa_utils.search import (
     against_random,
+    eap,
     gap,
     gaps,
     random_circuits,
@@ -26,6 +28,7 @@ from oa_utils.search import (
     ugs,
 )
 from oa_utils.search.estimators import EstimatorSettings, Slopes, estimator_errors
+from oa_utils.search.shared import masked_of
 from oa_utils.store import Snapshots
 
 QUICK = {"steps": 40, "batch": 8, "look_every": 10}
@@ -76,6 +79,14 @@ def test_resample_averages_derangements(dense):
     one = [gap(dense, task, circuit, "resample", draws=1, seed=seed).each for seed in (0, 1, 2)]
     three = gap(dense, task, circuit, "resample", draws=3).each
     torch.testing.assert_close(three, torch.stack(one).mean(0))
+
+
+def test_seeds_share_no_draw_of_resample(dense):
+    task = make_task(dense.model, 16)
+    circuit = half(dense)
+    one = [gap(dense, task, circuit, "resample", draws=1, seed=seed).each for seed in (2, 3)]
+    second = gap(dense, task, circuit, "resample", draws=2, seed=1).each
+    torch.testing.assert_close(second, torch.stack(one).mean(0))
 
 
 def test_optimal_constants_beat_the_means_on_train_prompts(dense):
@@ -167,6 +178,24 @@ def test_gap_refuses_other_models_and_unknown_ablations(planted, task):
         gap(planted, task, circuit_of(planted), "optimal", stepps=3)
     with pytest.raises(ValueError, match="batch must be a whole number, at least 1"):
         gap(planted, task, circuit_of(planted), "optimal", batch=0)
+
+
+@pytest.mark.parametrize("level", ["edge", "layer"])
+def test_a_masked_model_of_weights_that_were_edited_is_refused(level):
+    model = models.wrap(random_gpt2(vocab=VOCAB, n_layer=2, n_positions=16), name="edited")
+    task = make_task(model, 8)
+    masked = MaskedModel(model, level)
+    circuit = Circuit(masked.graph, torch.zeros(len(masked.graph)), "empty")
+    before = gap(masked, task, circuit, "zero").mean
+    assert masked_of(model, level) is masked_of(model, level)
+    cached = masked_of(model, level)
+    model.bridge.original_model.transformer.h[1].attn.c_proj.weight.data *= 2
+    with pytest.raises(ValueError, match="make a new MaskedModel"):
+        gap(masked, task, circuit, "zero")
+    with pytest.raises(ValueError, match="make a new MaskedModel"):
+        eap(masked, task, n_edges=2)
+    assert masked_of(model, level) is not cached
+    assert gap(masked_of(model, level), task, circuit, "zero").mean != before
 
 
 def test_train_gap_stands_beside_test_gap_and_is_that_of_the_kept_constants(dense):

@@ -464,6 +464,25 @@ def test_gaps_of_a_model_in_half_precision_are_within_two_percent(name, dtype):
     torch.testing.assert_close(gaps["half"], gaps["exact"], rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_of_rotations_may_be_more_precise_than_the_model(tmp_path, dtype):
+    """GPT-J loads its table in float32, whatever its weights are."""
+    FAMILIES["GPT-J"].make().save_pretrained(tmp_path)
+    model = oa.load_model(tmp_path, dtype=dtype)
+    assert model.layers[0].attn.original_component.embed_positions.dtype == torch.float32
+    assert oa.component_gaps(model, toy_task(model), ["a1.h2", "m1"], "mean").gap.gt(0).all()
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Phi"])
+def test_a_value_bias_that_was_edited_is_read_anew_also_where_heads_share_it(name):
+    model = wrap(FAMILIES[name].make(), name=name)
+    layer = model.layers[1]
+    before = layer.b_V.clone()
+    for parameter in model.bridge.original_model.parameters():
+        parameter.data *= 2
+    torch.testing.assert_close(layer.b_V, 2 * before)
+
+
 # ---- notebooks on another family
 
 

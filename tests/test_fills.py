@@ -4,7 +4,7 @@ door."""
 import pytest
 import torch
 
-from oa_utils import machine, stats, tasks
+from oa_utils import fills, machine, stats, tasks
 from oa_utils.circuits import Circuit
 from oa_utils.components import component_gaps
 from oa_utils.fills import (
@@ -67,6 +67,17 @@ def test_streaming_means_are_the_plain_means(model, task, monkeypatch, tokens_in
         assert torch.allclose(means.rows("shared")[0], late.mean(0), atol=1e-4)
         spread = value[:, 1:][inside[:, 1:]].std(0, correction=0)
         assert torch.allclose(means.std, spread, atol=1e-3, rtol=1e-3)
+
+
+def test_means_are_added_up_where_there_is_float64(model, task, monkeypatch):
+    """Nothing becomes float64 but by `exact`, which knows the devices that have none."""
+    prompts = CleanPrompts(model, task.tokens, task.last)
+    site = find("m1", model)
+    want = layer_means(prompts, [site])["m1"]
+    monkeypatch.setattr(fills, "exact", lambda x: x.to(torch.float64))
+    monkeypatch.setattr(torch.Tensor, "double", lambda x: pytest.fail("on its own device"))
+    means = layer_means(prompts, [site])["m1"]
+    assert torch.equal(means.mean, want.mean) and torch.equal(means.std, want.std)
 
 
 def test_components_of_one_layer_are_measured_together_as_apart(model, task):

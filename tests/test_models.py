@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import joblib
 import pytest
 import torch
 from conftest import random_gpt2, random_llama
@@ -416,6 +417,30 @@ def test_a_chat_marker_is_not_taken_as_bos():
     assert models.bos_of(SimpleNamespace(), other, "other") == 1
 
 
+def test_a_bos_of_the_configuration_comes_before_an_eos_of_the_tokenizer():
+    """Qwen's chat models: their tokenizer names no BOS, and its EOS closes a turn."""
+    tokenizer = SimpleNamespace(bos_token=None, bos_token_id=None, eos_token_id=5)
+    assert models.bos_of(SimpleNamespace(bos_token_id=3, eos_token_id=[5, 3]), tokenizer, "") == 3
+    assert models.bos_of(SimpleNamespace(eos_token_id=[7, 3]), tokenizer, "") == 5
+    assert models.bos_of(SimpleNamespace(eos_token_id=[7, 3]), None, "") == 7
+
+
+def test_float64_is_on_the_cpu_where_a_device_has_none():
+    x = torch.tensor([0.1])
+    assert torch.equal(models.exact(x), x.double())
+
+    class OnApple(torch.Tensor):
+        device = SimpleNamespace(type="mps")
+
+        def cpu(self):
+            return x
+
+        def double(self):
+            raise TypeError("this device has no float64")
+
+    assert torch.equal(models.exact(x.as_subclass(OnApple)), x.double())
+
+
 def pip_that(tmp_path, monkeypatch, does):
     """Stand in for the pip call of `fetch`."""
 
@@ -495,6 +520,25 @@ def test_workers_load_a_folder_by_its_path(tmp_path, monkeypatch):
     model = load_model("model")
     assert dict(model.origin)["name"] == str(tmp_path / "model")
     assert models.each(shifted, model, [3, 1, 2]) == [6, 4, 5]
+
+
+def test_workers_load_on_the_caller_s_device(monkeypatch):
+    model = load_model("tiny", device="cpu")
+    monkeypatch.setattr(models, "pick_device", lambda device=None: torch.device(device or "meta"))
+    assert models._loaded(model.origin, model.budget, model.fingerprint).device.type == "cpu"
+
+
+def test_one_process_has_an_accelerator_unless_more_are_asked_for(tiny, monkeypatch):
+    monkeypatch.setattr(machine, "jobs", lambda: 2)
+    monkeypatch.setattr(machine, "parallel", lambda function, items, desc: ["workers"])
+    monkeypatch.delenv("OA_JOBS", raising=False)
+    assert models.each(shifted, tiny, [1, 2]) == ["workers"]
+    monkeypatch.setattr(tiny, "device", torch.device("meta"))
+    assert models.each(shifted, tiny, [1, 2]) == [7, 8]
+    with joblib.parallel_config(n_jobs=2):
+        assert models.each(shifted, tiny, [1, 2]) == ["workers"]
+    monkeypatch.setenv("OA_JOBS", "2")
+    assert models.each(shifted, tiny, [1, 2]) == ["workers"]
 
 
 def test_workers_refuse_files_that_were_changed(tmp_path, monkeypatch):

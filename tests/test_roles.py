@@ -59,3 +59,11 @@ def test_padding_is_no_part_of_a_role(tiny):
     plain = head_roles(tiny, task, heads)
     padded = head_roles(tiny, replace(task, **wider), heads)
     pd.testing.assert_frame_equal(padded, plain, atol=1e-5)
+
+
+def test_no_heads_have_an_empty_table_with_its_columns(tiny):
+    task = tasks.ioi(tiny, 16)
+    empty = head_roles(tiny, task, [])
+    one = head_roles(tiny, task, ["a0.h0"])
+    assert not len(empty) and list(empty.columns) == list(one.columns)
+    assert empty.index.name == one.index.name == "head"

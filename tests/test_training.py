@@ -143,3 +143,31 @@ def test_resumed_training_remembers_how_good_its_best_was(tmp_path, monkeypatch)
     for one, other in zip(resumed.constants, whole.constants, strict=True):
         assert torch.equal(one, other)
     assert resumed.curves == whole.curves
+
+
+def test_a_start_whose_loss_is_no_number_is_not_taken_and_training_on_it_stops():
+    _, losses = toy()
+
+    def broken_above_five(constants, which, rows):
+        for place, some, value in losses(constants, which, rows):
+            broken = (constants[which[place.start]] > 5).any()
+            yield place, some, torch.where(broken, torch.nan, value)
+
+    starts = [[torch.full((1, 3), 9.0)] * 2, [torch.zeros(1, 3)] * 2]
+    fitted = fit(starts, [1.0, 1.0], broken_above_five, N, Settings(steps=0))
+    assert fitted.starts == [1, 1]
+    lost = fit(starts[:1], [1.0, 1.0], broken_above_five, N, Settings(steps=5000))
+    assert all(curve[-1][0] <= 60 for curve in lost.curves), "three looks"
+
+
+def test_losses_below_zero_also_stop_when_nothing_is_gained():
+    _, losses = toy()
+
+    def lower(constants, which, rows):
+        for place, some, value in losses(constants, which, rows):
+            yield place, some, value - 100
+
+    settings = Settings(steps=5000, look_every=20, batch=0)
+    fitted = fit([[torch.zeros(1, 3)] * 2], [1.0, 1.0], lower, N, settings)
+    assert all(curve[-1][1] < 0 for curve in fitted.curves)
+    assert all(curve[-1][0] < 1000 for curve in fitted.curves)

@@ -264,7 +264,8 @@ def gap(
             tensors = dict(trainer.best._asdict())
             numbers |= {"curve": trainer.curve, "train": trainer.least}
         else:
-            seeds = range(settings.seed, settings.seed + (settings.draws if rule.random else 1))
+            draws = settings.draws if rule.random else 1
+            seeds = range(settings.seed * draws, (settings.seed + 1) * draws)
             fills = [edge_fill(masked, task, rule, "test", seed) for seed in seeds]
         test = task.test
         full = test.log_probs(model)

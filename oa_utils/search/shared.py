@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +34,13 @@ class Method(NamedTuple):
     check: Callable[..., None] | None = None  # refuses arguments, before any work
 
 
-@cache
 def masked_of(model: Model, level: str) -> MaskedModel:
-    """A worker's masked model, made once."""
+    """A worker's masked model, made once for the weights that it has."""
+    return _masked_of(model, model.fingerprint, level)
+
+
+@lru_cache(maxsize=2)
+def _masked_of(model: Model, fingerprint: str, level: str) -> MaskedModel:
     return MaskedModel(model, level)
 
 
@@ -60,6 +64,7 @@ def check_search(masked: MaskedModel, task: Task, ablation: str, fixed: str = ""
         raise TypeError(
             f"a search takes a masked model, oa.MaskedModel(model), not {type(masked).__name__}"
         )
+    masked.check_current()
     task.check(masked.model)
     rule = find_ablation(ablation)
     rule.check(task, edges=True)
