@@ -74,13 +74,26 @@ def mean_se(x: Sample) -> tuple[float, float]:
 
 
 def mean_interval(x: Sample) -> tuple[float, float | None, float | None]:
-    """Mean with its 95 % interval by Student's t; one observation has none."""
+    """Mean with its 95 % interval by Student's t; one observation has none, nor have several that
+    are all the same: how much others would differ is not known."""
     mean, se = mean_se(x)
     n = len(array(x))
-    if n < 2:
+    if n < 2 or se <= 1e-12 * abs(mean):
         return mean, None, None
     reach = se * float(scipy.stats.t.ppf(0.975, n - 1))
     return mean, mean - reach, mean + reach
+
+
+def welch(x: Sample, y: Sample) -> tuple[float, float]:
+    """Standard error of mean(x) − mean(y) of two independent samples, and how many of it reach 95 %
+    by Student's t with Welch's degrees of freedom; a single observation adds no error."""
+    several = [sample for sample in (array(x), array(y)) if len(sample) > 1]
+    squares = [scipy.stats.sem(sample) ** 2 for sample in several]
+    total = sum(squares)
+    if total == 0:
+        return 0.0, 1.96
+    parts = [square**2 / (len(s) - 1) for square, s in zip(squares, several, strict=True)]
+    return float(total**0.5), float(scipy.stats.t.ppf(0.975, total**2 / sum(parts)))
 
 
 def ratio_se(w: Sample, z: Sample) -> tuple[float, float]:

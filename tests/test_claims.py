@@ -253,8 +253,16 @@ def test_the_table_for_the_readme_has_a_column_for_each_model():
     assert lines[0] == "| claim | statement | holds if | paper | gpt2 | tiny | remark |"
     widths = {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")}
     assert widths == {8}
-    assert "| – 0.4 [0.3, 0.6] | ✓ 0.305 [0.29, 0.32] | a \\| b |" in lines[3]
+    assert "| – 0.4 [0.3, 0.6] | ✓ 0.305 [0.29, 0.32] | tiny: a \\| b |" in lines[3]
     assert lines[-1].startswith("1 ✓  0 ✗  2 –")
+
+
+def test_remarks_say_whose_they_are_where_they_differ():
+    publish(replace(MEDIAN, note="10 edges"))
+    publish(replace(MEDIAN, note="99 edges"), model=OTHER)
+    assert "| gpt2: 99 edges; tiny: 10 edges |" in claims.markdown()
+    publish(replace(MEDIAN, note="99 edges"))
+    assert "| 99 edges |" in claims.markdown()
 
 
 def test_some_claims_for_the_readme_are_named_and_must_be_published():

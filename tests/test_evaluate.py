@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import joblib
@@ -19,6 +20,7 @@ from oa_utils.masked import MaskedModel
 from oa_utils.search import (
     against_random,
     eap,
+    eap_ig,
     gap,
     gaps,
     random_circuits,
@@ -449,6 +451,44 @@ def test_what_else_is_in_the_options_makes_no_new_sweep(planted, task, monkeypat
         sweep(*asked, gap_options={"draws": 2})
 
 
+def name_of(folder, *asked, **more) -> str:
+    """Under which a sweep is stored."""
+    before = set(folder.rglob("sweeps/*.json"))
+    sweep(*asked, **more)
+    [path] = set(folder.rglob("sweeps/*.json")) - before
+    path.unlink()
+    return path.name
+
+
+def test_a_sweep_is_named_by_versions_and_all_settings(planted, task, tmp_path, monkeypatch):
+    asked = (tmp_path, planted, task, ["acdc", "eap"], ["mean"], {"lam": [0.01], "n_edges": [5]})
+    name = name_of(*asked)
+    assert name_of(*asked, options={"acdc": {"prompts": 32}}, gap_options={"draws": 4}) == name
+    names = [name]
+    for method in ("acdc", "eap"):
+        later = sweeps.METHODS[method]._replace(version=99)
+        with monkeypatch.context() as patch:
+            patch.setitem(sweeps.METHODS, method, later)
+            names.append(name_of(*asked))
+    with monkeypatch.context() as patch:
+        default = sweeps.METHODS["eap"]._replace(search=partial(eap_ig, points=3))
+        patch.setitem(sweeps.METHODS, "eap", default)
+        names.append(name_of(*asked))
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeps, "GapSettings", partial(gaps.GapSettings, draws=5))
+        names.append(name_of(*asked))
+    assert len(set(names)) == 5
+
+
+def test_a_sweeps_metric_is_taken_from_the_settings_of_its_gaps(planted, task):
+    asked = (planted, task, ["eap"], ["mean"], {"n_edges": [5]})
+    by_label = sweep(*asked, metric="label").gap.item()
+    assert sweep(*asked, gap_options={"metric": "label"}).gap.item() == by_label
+    assert sweep(*asked).gap.item() != by_label
+    with pytest.raises(ValueError, match="metric='kl' and gap_options.*'label' differ"):
+        sweep(*asked, gap_options={"metric": "label"}, metric="kl")
+
+
 def test_workers_give_the_same_rows_as_one_process(tiny, tmp_path, monkeypatch):
     """Also under an ablation of one's own, which travels to them as it is."""
     masked = MaskedModel(tiny)
@@ -582,5 +622,6 @@ def test_estimators_of_another_theta_are_another_run(dense, monkeypatch):
     pd.testing.assert_frame_equal(estimator_errors(dense, task, theta, [3, 5], **few), table)
     with pytest.raises(pytest.fail.Exception):
         estimator_errors(dense, task, theta + 0.01, [3, 5], **few)
+    assert estimator_errors(dense, task, theta, [], **few).columns.equals(table.columns)
     with pytest.raises(ValueError, match="estimates must be at least 2"):
         estimator_errors(dense, task, theta, [3, 5], estimates=1)

@@ -147,11 +147,61 @@ def test_seeds_widen_the_interval_and_are_counted():
     assert three.high - three.low > 5 * (one.high - one.low)
 
 
+def test_intervals_cover_the_ratio_where_seeds_differ():
+    """Two searches that are the same, with three seeds each that differ by a third."""
+    rng = np.random.default_rng(0)
+    sides = (("ugs", "mean"), ("hcgs", "mean"))
+    covered = 0
+    for _ in range(100):
+        by_seed = []
+        for seed in range(3):
+            levels = dict(zip(sides, np.exp(0.3 * rng.normal(size=2)), strict=True))
+            by_seed.append(fronts(levels, seed))
+        found = study.compare(pd.concat(by_seed), *sides, draws=20)
+        covered += found.low < 1 < found.high
+    assert covered >= 92
+
+
+def test_a_seed_that_collapsed_leaves_a_comparison_undecided():
+    ugs, hcgs = ("ugs", "mean"), ("hcgs", "mean")
+    good = [fronts({ugs: 1.0, hcgs: 2.0 + 0.1 * seed}, seed) for seed in range(3)]
+    assert study.compare(pd.concat(good), ugs, hcgs).high < 1
+    good[2] = fronts({ugs: 1.0, hcgs: 100.0}, 2)
+    found = study.compare(pd.concat(good), ugs, hcgs)
+    assert found.low < 1 < found.high
+
+
+@pytest.mark.parametrize(
+    "last, words", [(10, "10 edges only: too narrow to decide"), (40, "10 to 40 edges")]
+)
+def test_fronts_that_meet_in_a_sliver_decide_nothing(ioi, last, words):
+    table = fronts({("ugs", "mean"): 1.0, ("acdc", "mean"): 4.0})
+    [claim] = study.claims(table[(table.method == "acdc") | (table.n_edges <= last)], ioi)
+    assert claim.measured == pytest.approx(0.25)
+    assert claim.holds is (None if last == 10 else True)
+    assert words in claim.note
+
+
+def test_a_search_over_whole_vertices_is_said(ioi):
+    table = fronts({("ugs", "mean"): 1.0, ("acdc", "mean"): 4.0})
+    [edges] = study.claims(table.assign(level="edge"), ioi)
+    assert "vertices" not in edges.note
+    level = np.where(table.method == "acdc", "vertex", "edge")
+    [vertices] = study.claims(table.assign(level=level), ioi)
+    assert "ACDC over whole vertices" in vertices.note
+
+
 def test_size_over_size_at_equal_gap():
     """Δ = level × 10 / size: half the level needs half the edges."""
     ugs, acdc = ("ugs", "mean"), ("acdc", "mean")
     table = fronts({ugs: 1.0, acdc: 2.0})
     assert study.compare(table, ugs, acdc, "gap").value == pytest.approx(0.5, rel=0.01)
+    empty = table.iloc[[0]].assign(n_edges=0, gap=0.3)
+    empty["each"] = [[0.3] * 20]
+    both = pd.concat([empty, table], ignore_index=True)
+    assert study.compare(both, ugs, acdc, "gap").value == pytest.approx(0.5, rel=0.01)
+    only_empty = pd.concat([empty, table[table.method == "acdc"]], ignore_index=True)
+    assert np.isnan(study.compare(only_empty, ugs, acdc, "gap").value)
 
 
 def test_the_authors_ratio_of_oa_to_cf_rises_with_size(ioi):
@@ -180,7 +230,7 @@ def test_claims_of_any_task_carry_its_name(other):
     assert claim.id == "circuits_own.front.mean.acdc"
     assert claim.holds
     assert claim.paper_value is None
-    assert claim.remark == "not in the paper; one seed"
+    assert claim.remark == "not in the paper; 10 to 40 edges; one seed"
 
 
 def test_fronts_without_a_common_size_decide_nothing(ioi):
@@ -276,6 +326,9 @@ def test_claims_on_estimators_hold_and_fail(ioi):
     importance, hard_concrete = study.estimator_claims(slopes, ioi)
     assert (importance.measured, importance.holds) == (0.25, True)
     assert (hard_concrete.measured, hard_concrete.holds) == (2.0, False)
+    assert importance.seeds == 1
+    assert study.estimator_claims(slopes[slopes.edge == 0], ioi) == []
+    assert study.estimator_claims(slopes[:0], ioi) == []
 
 
 def test_spoofing_compares_tasks(masked, ioi, greater_than):
@@ -291,6 +344,9 @@ def test_spoofing_compares_tasks(masked, ioi, greater_than):
     assert not bad.holds
     assert bad.holds is not None
     assert study.spoofing_claims(table.loc[["ioi"]]) == []
+    assert good.note == f"Greater-Than: {table.compared['gt']}; IOI: {table.compared['ioi']}"
+    [narrow] = study.spoofing_claims(table.assign(ratio=[3.0, 1.0], low=None, high=None))
+    assert narrow.holds is None
 
 
 def test_circuits_are_measured_under_other_rules(masked, ioi):
@@ -333,22 +389,25 @@ def test_budgets_are_checked_on_the_validation_part(masked, tmp_path):
 # ---- random circuits
 
 
-def against(gap: float, curve: tuple, random_curve: tuple, spread: float) -> pd.DataFrame:
-    """A made-up table of circuits of three seeds and many random ones under each ablation."""
+def against(gap: float, after: float, random_after: float, spread: float) -> pd.DataFrame:
+    """A made-up table of circuits of three seeds and many random ones under each ablation, with
+    what one step of training leaves of their Δ."""
     rows = []
     for way in study.WAYS:
         width = spread if way == "optimal" else 1.0
         shared = {"ablation": way, "n_edges": 50, "se": 0.01}
         for factor in (0.98, 1.0, 1.02):
+            curve = ((0, 1.0), (1, factor * after))
             rows.append({**shared, "kind": "found", "gap": factor * gap, "curve": curve})
         for x in np.linspace(-1, 1, 20):
-            drawn = {"kind": "random", "gap": 10 + width * x, "curve": random_curve}
+            curve = ((0, 1.0), (1, random_after + 0.01 * x))
+            drawn = {"kind": "random", "gap": 10 + width * x, "curve": curve}
             rows.append({**shared, **drawn})
     return pd.DataFrame(rows)
 
 
-FAST = ((0, 1.0), (1, 0.2))
-SLOW = ((0, 1.0), (1, 0.9))
+FAST = 0.2
+SLOW = 0.9
 
 
 def test_claims_about_random_circuits_hold_and_fail(ioi):
@@ -361,6 +420,46 @@ def test_claims_about_random_circuits_hold_and_fail(ioi):
     assert measured["random_ioi.ratio.mean"] == pytest.approx(0.1)
     paper = {claim.id: claim.paper_value for claim in good}
     assert paper["random_ioi.ratio.optimal"] == pytest.approx(0.065, abs=0.001)
+
+
+def test_spreads_of_random_circuits_that_all_do_the_same_are_not_compared(ioi):
+    alike = against(1.0, FAST, SLOW, 0.01)
+    near_ten = alike.kind == "random"
+    alike.loc[near_ten, "gap"] = 10 + 0.1 * (alike.gap[near_ten] - 10)
+    verdicts = {claim.id: claim.holds for claim in random.claims(alike, ioi)}
+    assert verdicts["random_ioi.std.mean"] is None
+    [claim] = [c for c in random.claims(against(1.0, FAST, SLOW, 0.1), ioi) if ".std.m" in c.id]
+    assert claim.note == "random circuits of 50 to 50 edges under OA, of 50 to 50 under mean"
+
+
+def test_the_interval_of_a_ratio_of_spreads_holds_for_heavy_tails():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(200):
+        one, other = 10 + rng.standard_t(4, (2, 20))
+        _, low, high = random.std_ratio(one, other)
+        covered += low < 1 < high
+    assert covered > 175  # of the F distribution: 160
+
+
+def test_prompts_count_beside_seeds(ioi):
+    table = against(1.0, FAST, SLOW, 0.1)
+    sure = random.ratio_interval(table, "optimal")
+    unsure = random.ratio_interval(table.assign(se=0.5), "optimal")
+    assert unsure[1] - unsure[0] > 5 * (sure[1] - sure[0])
+
+
+def test_empty_circuits_are_left_out_of_random_ones(masked, ioi):
+    whole = list(range(len(masked.graph)))
+    rows = {"ablation": ["mean", "optimal"], "n_edges": [0, len(whole)], "edges": [[], whole]}
+    found = pd.DataFrame(rows).assign(method="ugs", seed=0)
+    table = against_random(masked, ioi, found, n=2, gap_options=GAP)
+    assert set(table.ablation) == {"optimal"}
+    assert list(random.summary(table, ioi).index) == ["optimal"]
+    none = against_random(masked, ioi, found[:1], n=2, gap_options=GAP)
+    assert none.empty
+    assert random.summary(none, ioi).empty
+    assert random.claims(none, ioi) == []
 
 
 def test_a_z_score_is_given_where_random_circuits_differ(ioi):

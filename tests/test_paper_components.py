@@ -155,6 +155,24 @@ def test_without_counterfactuals_there_are_no_claims_on_them():
     assert statistics == {"mean_gap", "median_gap", "median_ratio", "clamped_mean_ratio"}
 
 
+def test_statements_hold_no_results():
+    """A README's row has one statement for all models."""
+    gaps = long(anchors())
+    few = long(anchors()[:100].assign(zero=lambda table: table["zero"] / 100))
+    both = [{claim.id: claim for claim in study.claims(table, n=10)} for table in (gaps, few)]
+    for id in ("single.mean_gap.optimal", "single.proposition1"):
+        one, other = (listed[id] for listed in both)
+        assert one.paper == other.paper
+        assert one.note != other.note
+
+
+def test_the_finding_says_where_no_component_is_live():
+    gaps = long(anchors())
+    assert f"{len(study.live(gaps))} live components" in study.finding(gaps, "m", "t")
+    dead = long(anchors() * 1e-6)
+    assert "156 components, none of them live," in study.finding(dead, "m", "t")
+
+
 # ---- what is published
 
 

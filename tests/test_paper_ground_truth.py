@@ -1,6 +1,8 @@
 """The study of known circuits: its tables, and claims that follow from them by their rules."""
 
+import numpy as np
 import pandas as pd
+import pytest
 
 from oa_utils.known import known
 from oa_utils.masked import MaskedModel
@@ -10,7 +12,8 @@ from oa_utils.search.sweeps import METHODS
 
 
 def tables(f1: float = 1.0, decoys: float = 0.0) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Three seeds of three programs; UGS under OA has this F1 and takes this share of the decoy."""
+    """Three seeds of three programs; UGS under OA has this F1, a little more or less by seed if it
+    is below 1, and takes this share of the decoy."""
     found = []
     gaps = []
     for program in ("copy", "twins", "decoy"):
@@ -18,12 +21,14 @@ def tables(f1: float = 1.0, decoys: float = 0.0) -> tuple[pd.DataFrame, pd.DataF
             about = Hidden(program, seed)._asdict()
             for way in WAYS:
                 here = way == "optimal"
-                delta = {"optimal": 0.01, "counterfactual": 0.5}.get(way, 0.02 + 0.001 * seed)
+                delta = {"optimal": 0.01, "counterfactual": 0.5}.get(way, 0.02)
                 if program == "decoy" and way in ("zero", "mean"):
                     delta = 2.0
+                delta *= 1 + 0.01 * (seed if here else -seed)
                 gaps.append(about | {"ablation": way, "gap": delta})
                 for method in ("ugs", "eap"):
-                    row = {"method": method, "ablation": way, "f1": f1 if here else 1.0}
+                    own = f1 + 0.005 * (seed - 1) * (f1 < 1)
+                    row = {"method": method, "ablation": way, "f1": own if here else 1.0}
                     row["decoys"] = float("nan")
                     if program == "decoy":
                         row["decoys"] = decoys if here else float(way == "mean")
@@ -32,9 +37,28 @@ def tables(f1: float = 1.0, decoys: float = 0.0) -> tuple[pd.DataFrame, pd.DataF
 
 
 def test_claims_follow_from_the_tables():
-    verdicts = {claim.id: claim.holds for claim in ground_truth.claims(*tables())}
+    verdicts = {claim.id: claim.holds for claim in ground_truth.claims(*tables(0.98))}
+    undecided = {id for id, holds in verdicts.items() if holds is None}
     assert len(verdicts) == 9
-    assert all(verdicts.values())
+    assert undecided == {"known.decoy.ugs.mean", "known.decoy.ugs.optimal"}, "three models only"
+    assert False not in verdicts.values()
+
+
+def test_values_that_agree_over_seeds_have_no_interval_of_zero_width():
+    listed = {claim.id: claim for claim in ground_truth.claims(*tables())}
+    exact = listed["known.ugs.optimal"]
+    assert (exact.measured, exact.high) == (1, 1)
+    assert exact.low == pytest.approx(0.025 ** (1 / 3)), "Clopper and Pearson, 3 of 3 models"
+    assert listed["known.ugs_eap"].low is None, "differences that are all 0"
+    assert not any(claim.low == claim.high for claim in listed.values() if claim.low is not None)
+
+
+def test_gaps_that_are_rounding_errors_are_not_divided():
+    found, gaps = tables()
+    gaps["gap"] = np.where(gaps.ablation == "optimal", 1e-9 * (gaps.seed + 1), -1e-12)
+    [lowest] = [c for c in ground_truth.claims(found, gaps) if c.id == "known.gap.lowest"]
+    assert lowest.measured == pytest.approx(1)
+    assert lowest.holds is None
 
 
 def test_claims_can_fail():
@@ -44,7 +68,6 @@ def test_claims_can_fail():
         "known.ugs.optimal",
         "known.ugs.optimal_counterfactual",
         "known.ugs_eap",
-        "known.decoy.ugs.optimal",
     }
 
 

@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from oa_utils import stats
@@ -134,3 +135,17 @@ def test_an_interval_by_students_t():
     assert (mean, high - mean) == (2.0, pytest.approx(4.3027 / 3**0.5, rel=1e-4))
     assert mean - low == high - mean
     assert stats.mean_interval([2.0]) == (2.0, None, None)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1])
+def test_a_few_equal_observations_have_no_interval(value):
+    assert stats.mean_interval([value] * 3) == (pytest.approx(value), None, None)
+
+
+def test_welch_by_scipy_and_with_a_single_observation():
+    x, y = RNG.normal(size=4), 3 * RNG.normal(size=7)
+    error, t = stats.welch(x, y)
+    interval = scipy.stats.ttest_ind(x, y, equal_var=False).confidence_interval()
+    assert interval.high - interval.low == pytest.approx(2 * t * error)
+    assert stats.welch(x, [5.0]) == pytest.approx((scipy.stats.sem(x), scipy.stats.t.ppf(0.975, 3)))
+    assert stats.welch([1.0], [5.0])[0] == 0

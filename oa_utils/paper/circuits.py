@@ -69,6 +69,7 @@ VARIANTS = {
     "HCGS, CF: right stretch": ("hcgs", "counterfactual", {}),
     "HCGS, CF: released stretch": ("hcgs", "counterfactual", {"released": True}),
 }
+NARROW = 1.25  # fronts that meet over less than this factor decide nothing
 Options = Mapping[str, Mapping[str, Any]]
 
 
@@ -341,6 +342,13 @@ class Ratio(NamedTuple):
     low: float | None
     high: float | None
     seeds: int  # of the side that has fewer
+    error: float | None = None  # standard error of its logarithm
+    start: float | None = None  # of the sizes (or Δ) that all fronts span
+    end: float | None = None
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.start is not None and self.end < NARROW * self.start
 
 
 def front_of(table: pd.DataFrame, method: str, ablation: str) -> pd.DataFrame:
@@ -368,15 +376,16 @@ def at_size(table: pd.DataFrame, method: str, ablation: str, size: float) -> flo
 
 def _logs(
     fronts: Sequence[tuple[ndarray, ndarray]], at: Float[ndarray, " points"]
-) -> Float[ndarray, " points"]:
-    """Mean over seeds of the logarithm of y at x, from (x, y) of each front; behind its last point
-    a front stays as low as it got, as far as circuits were tried."""
+) -> Float[ndarray, "seeds points"]:
+    """The logarithm of y at x, from (x, y) of each seed's front; behind its last point a front
+    stays as low as it got, as far as circuits were tried."""
     logs = []
     for x, y in fronts:
         values = stats.interpolate(x, y, at)
         behind = np.isnan(values) & (at <= x.max()) & (at >= x.min())
-        logs.append(np.log(np.where(behind, y.min(), values)))
-    return np.mean(logs, 0)
+        lowest = np.maximum(y.min(), np.finfo(float).tiny)
+        logs.append(np.log(np.where(behind, lowest, values)))
+    return np.array(logs)
 
 
 def common_range(
@@ -395,48 +404,59 @@ def compare(
     other: tuple[str, str],
     equal: str = "size",
     at: Sequence[float] | None = None,
-    draws: int = 300,
+    draws: int = 1000,
     seed: int = 0,
 ) -> Ratio:
     """Δ of one (method, ablation) over that of the other at equal size, or size over size at equal
     Δ: the geometric mean over the range that all fronts span (or at given values).
 
-    The interval draws prompts, the same for both sides, and seeds (one fewer than there are, which
-    makes the variance of a mean over so few right).
+    The interval is of the logarithm, by hypot(1.96 × its error over prompts, t × its error over
+    seeds). The first is a bootstrap over prompts, the same for both sides, with all seeds in; the
+    second comes from the logarithm of each seed's front, with Student's t at Welch's degrees of
+    freedom. A side with one seed adds nothing to it: its error over seeds is not known. There is no
+    interval where the range is narrower than a factor NARROW.
     """
     sides = [fronts_of(table, *which) for which in (one, other)]
+    if equal == "gap":  # an empty circuit has no size to divide by
+        sides = [[_without_empty(front) for front in side] for side in sides]
     seeds = min(map(len, sides))
     unknown = Ratio(np.nan, None, None, seeds)
-    if not seeds:
+    if not seeds or not all(len(front.sizes) for side in sides for front in side):
         return unknown
     n = max(front.gaps.shape[1] for side in sides for front in side)
     even = np.full(n, 1 / n)
-    least = 1.0 if equal == "size" else 1e-9
-
-    def ratio_of(sides: Sequence[Sequence[Front]], weights: Float[ndarray, " prompts"]) -> float:
-        points = _points(sides, weights, equal)
-        fronts = [x for side in points for x, _ in side]
-        grid = common_range(fronts, 20, least) if at is None else at
-        return _ratio(points, grid) if grid is not None else np.nan
-
-    value = ratio_of(sides, even)
+    points = _points(sides, even, equal)
+    span = _span(points, equal) if at is None else None
+    by_seed = _by_seed(points, span if at is None else np.asarray(at, float))
+    value = _log_ratio(by_seed)
     if not np.isfinite(value):
         return unknown
+    found = Ratio(float(np.exp(value)), None, None, seeds)
+    if span is not None:
+        found = found._replace(start=float(span[0]), end=float(span[-1]))
     if n == 1 or not draws:  # of means alone there is nothing to draw
-        return Ratio(value, None, None, seeds)
+        return found
     rng = np.random.default_rng(seed)
     drawn = []
-    for _ in range(draws):
-        counts = rng.multinomial(n, even) / n
-        some = [
-            [side[i] for i in rng.integers(len(side), size=max(1, len(side) - 1))] for side in sides
-        ]
-        drawn.append(ratio_of(some, counts))
-    finite = [x for x in drawn if np.isfinite(x)]
-    if len(finite) < draws / 2:
-        return Ratio(value, None, None, seeds)
-    low, high = np.quantile(finite, [0.025, 0.975])
-    return Ratio(value, float(low), float(high), seeds)
+    for weights in rng.multinomial(n, even, size=draws) / n:
+        again = _points(sides, weights, equal)
+        grid = _span(again, equal) if at is None else np.asarray(at, float)
+        drawn.append(_log_ratio(_by_seed(again, grid)))
+    finite = np.isfinite(drawn)
+    if finite.sum() < draws / 2:
+        return found
+    over_prompts = np.std(np.array(drawn)[finite])
+    over_seeds, t = stats.welch(*by_seed)
+    found = found._replace(error=float(np.hypot(over_prompts, over_seeds)))
+    if found.is_narrow:
+        return found
+    width = np.hypot(1.96 * over_prompts, t * over_seeds)
+    return found._replace(low=float(np.exp(value - width)), high=float(np.exp(value + width)))
+
+
+def _without_empty(front: Front) -> Front:
+    kept = front.sizes > 0
+    return Front(front.sizes[kept], front.gaps[kept])
 
 
 def _points(
@@ -453,10 +473,29 @@ def _points(
     return listed
 
 
-def _ratio(points: list[list[tuple[ndarray, ndarray]]], at: Sequence[float] | ndarray) -> float:
-    first, second = (_logs(side, np.asarray(at, float)) for side in points)
-    logs = first - second
-    return float(np.exp(np.nanmean(logs))) if np.isfinite(logs).any() else np.nan
+def _span(
+    points: list[list[tuple[ndarray, ndarray]]], equal: str
+) -> Float[ndarray, " points"] | None:
+    fronts = [x for side in points for x, _ in side]
+    return common_range(fronts, 20, least=1.0 if equal == "size" else 1e-9)
+
+
+def _by_seed(
+    points: list[list[tuple[ndarray, ndarray]]], at: Float[ndarray, " points"] | None
+) -> list[Float[ndarray, " seeds"]]:
+    """Mean logarithm of each seed's front over the values that all fronts have, for each side."""
+    if at is None:
+        return [np.full(len(side), np.nan) for side in points]
+    logs = [_logs(side, at) for side in points]
+    known = ~np.isnan(np.concatenate(logs)).any(0)
+    if not known.any():
+        return [np.full(len(side), np.nan) for side in points]
+    return [side[:, known].mean(1) for side in logs]
+
+
+def _log_ratio(by_seed: list[Float[ndarray, " seeds"]]) -> float:
+    first, second = by_seed
+    return float(first.mean() - second.mean())
 
 
 def ratio(table: pd.DataFrame, one: tuple[str, str], other: tuple[str, str]) -> float:
@@ -515,11 +554,8 @@ def budget_check(
         common = common_range(sizes, 3)
         for size in [] if common is None else common:
             found = compare(both, *sides, at=[size])
-            error = np.nan
-            if found.low is not None:
-                error = (np.log(found.high) - np.log(found.low)) / (2 * 1.96)
             row = {"method": method, "ablation": way, "edges": size}
-            rows.append(row | {"moved": np.log(found.value), "error": error})
+            rows.append(row | {"moved": np.log(found.value), "error": found.error})
     return pd.DataFrame(rows, columns=["method", "ablation", "edges", "moved", "error"])
 
 
@@ -586,8 +622,9 @@ def _ratio_claim(
     if one not in fronts or other not in fronts:
         return None
     found = compare(table, one, other, equal)
+    notes = [note, *_whole_vertices(table, one, other), span_words(found, equal)]
     if not np.isfinite(found.value):
-        note = f"the two fronts span no common {'size' if equal == 'size' else 'Δ'}"
+        notes = [span_words(found, equal)]
     return Claim(
         f"circuits_{short_name(task)}.{id}",
         text,
@@ -598,8 +635,28 @@ def _ratio_claim(
         rule,
         seeds=found.seeds,
         source="sweeps",
-        note=note,
+        note="; ".join(filter(None, notes)),
     )
+
+
+def span_words(found: Ratio, equal: str = "size") -> str:
+    """Over which sizes (or Δ) fronts were compared."""
+    if found.start is None:
+        return f"the two fronts span no common {'size' if equal == 'size' else 'Δ'}"
+    start, end = (f"{x:.0f}" if equal == "size" else f"{x:.2g}" for x in (found.start, found.end))
+    unit = "edges" if equal == "size" else "nats"
+    words = f"{start} {unit} only" if start == end else f"{start} to {end} {unit}"
+    return f"{words}: too narrow to decide" if found.is_narrow else words
+
+
+def _whole_vertices(table: pd.DataFrame, *sides: tuple[str, str]) -> list[str]:
+    """Which of the two searches decided over whole vertices instead of edges."""
+    methods = []
+    for method, ablation in sides:
+        level = front_of(table, method, ablation).get("level")
+        if level is not None and (level == "vertex").any():
+            methods.append(f"{plots.LABELS[method]} over whole vertices")
+    return list(dict.fromkeys(methods))
 
 
 def _edge_pruning_claim(table: pd.DataFrame, task: Task, paper: pd.DataFrame) -> Claim | None:
@@ -645,7 +702,10 @@ def manual_claims(table: pd.DataFrame, task: Task, manual: pd.DataFrame) -> list
 
 
 def estimator_claims(slopes: pd.DataFrame, task: Task) -> list[Claim]:
-    """On the table of `estimator_errors`: mean rms error over edges, intervals over edges."""
+    """On the table of `estimator_errors`: mean rms error over edges, intervals over edges, of which
+    there must be two."""
+    if slopes.edge.nunique() < 2:
+        return []
     by_edge = slopes.pivot(index="edge", columns="estimator", values="rms")
     names = {"importance": "importance sampling", "hcgs": "HardConcrete"}
     listed = []
@@ -655,7 +715,8 @@ def estimator_claims(slopes: pd.DataFrame, task: Task) -> list[Claim]:
         text = f"UGS estimates marginal gaps better than {words} (ratio of rms errors below 1)"
         id = f"circuits_{short_name(task)}.estimator.{name}"
         value = float(pair[0].mean() / pair[1].mean())
-        listed.append(Claim(id, text, None, value, low, high, "< 1", source="estimators"))
+        more = {"seeds": 1, "source": "estimators"}  # θ comes from one search
+        listed.append(Claim(id, text, None, value, low, high, "< 1", **more))
     return listed
 
 
@@ -699,13 +760,17 @@ def spoofing(masked: MaskedModel, studies: Mapping[Task, Study], seed: int = 0) 
         grid = {side: grid[side] for side in sides}
         both = [way for _, way in sides]
         table = sweep(masked, task, ["ugs"], both, grid, [seed], plan.options, plan.gap_options)
-        row = {"task": short_name(task), **compare(table, *sides)._asdict()}
+        found = compare(table, *sides)
+        row = {"task": short_name(task), "ratio": found.value, "low": found.low}
+        row |= {"high": found.high, "seeds": found.seeds, "compared": span_words(found)}
         rows.append(row | {"paper": ratio(paper_front(task), *sides)})
-    return pd.DataFrame(rows).set_index("task").rename(columns={"value": "ratio"})
+    columns = ["task", "ratio", "low", "high", "seeds", "compared", "paper"]
+    return pd.DataFrame(rows, columns=columns).set_index("task")
 
 
 def spoofing_claims(table: pd.DataFrame) -> list[Claim]:
-    """On the table of `spoofing`, for Greater-Than and IOI, whose errors are independent."""
+    """On the table of `spoofing`, for Greater-Than and IOI, whose errors are independent; undecided
+    where one of the two is compared at no common sizes, or at too few."""
     if not {"gt", "ioi"} <= set(table.index):
         return []
     said = float(table.paper["gt"] / table.paper["ioi"])
@@ -728,6 +793,6 @@ def spoofing_claims(table: pd.DataFrame) -> list[Claim]:
             "< 1",
             seeds=int(table.seeds.min()),
             source="sweeps",
-            note="" if known else "no common sizes",
+            note=f"Greater-Than: {table.compared['gt']}; IOI: {table.compared['ioi']}",
         )
     ]

@@ -376,13 +376,11 @@ def markdown(ids: Collection[str] | None = None) -> str:
 def _markdown_row(id: str, by_model: dict[str, Claim], models: Sequence[str]) -> str:
     any_model = next(iter(by_model.values()))
     cells = [f"`{id}`", any_model.paper, any_model.rule, number(any_model.paper_value)]
-    remarks = []
-    for model in models:
-        claim = by_model.get(model)
-        cells.append(claim.cell if claim else "")
-        if claim and claim.remark:
-            remarks.append(claim.remark)
-    cells.append("; ".join(dict.fromkeys(remarks)))
+    cells += [by_model[model].cell if model in by_model else "" for model in models]
+    remarks = {model: by_model[model].remark for model in models if model in by_model}
+    if len(set(remarks.values())) > 1:  # whose they are
+        remarks = {model: f"{model}: {text}" for model, text in remarks.items() if text}
+    cells.append("; ".join(dict.fromkeys(remarks.values())))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

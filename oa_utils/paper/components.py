@@ -187,7 +187,7 @@ def mean_gap(gaps: pd.DataFrame) -> Claim:
     return Claim(
         "single.mean_gap.optimal",
         "of all total ablations, OA has the least mean Δ over components: less that of the next "
-        f"best ({best} here) it is below 0 (paired over prompts)",
+        "best it is below 0 (paired over prompts)",
         PAPER["mean_gap"]["optimal"] - min(PAPER["mean_gap"][way] for way in TOTAL),
         middle,
         low,
@@ -195,6 +195,7 @@ def mean_gap(gaps: pd.DataFrame) -> Claim:
         rule="< 0",
         seeds=1,
         source="single_components",
+        note=f"the next best is {best}",
     )
 
 
@@ -202,19 +203,21 @@ def proposition_1(gaps: pd.DataFrame) -> Claim:
     """A count of surely worse pairs: constants that do not carry over to held-out prompts show."""
     paired = against_optimal(gaps)
     failed = worse(paired)
-    by = f"by {-failed.difference.min():.1g} nats at most" if len(failed) else ""
+    note = f"of {len(paired)} pairs"
+    if len(failed):
+        note += f", by {-failed.difference.min():.1g} nats at most"
     return Claim(
         "single.proposition1",
-        "Proposition 1: Δ_opt ≤ Δ of every total ablation; pairs of component and ablation "
-        f"(of {len(paired)}) in which OA is worse beyond a 95 % interval on held-out prompts "
-        "(paired over prompts, corrected for the number of pairs)",
+        "Proposition 1: Δ_opt ≤ Δ of every total ablation; pairs of component and ablation in "
+        "which OA is worse beyond a 95 % interval on held-out prompts (paired over prompts, "
+        "corrected for the number of pairs)",
         0,
         len(failed),
         rule="<= 0",
         exact=True,
         seeds=1,
         source="single_components",
-        note=by,
+        note=note,
     )
 
 
@@ -246,11 +249,15 @@ def published_label(model_name: str, task_name: str) -> pd.DataFrame:
 def finding(gaps: pd.DataFrame, model_name: str, task_name: str) -> str:
     """What was found, in one sentence."""
     table = wide(gaps)
-    some = table.loc[live(gaps)] if len(live(gaps)) else table
+    some = table.loc[live(gaps)]
+    kind = "live components"
+    if some.empty:
+        some = table
+        kind = "components, none of them live,"
     left = stats.median_ratio(some.optimal, some["mean"])
     words = (
-        f"{model_name} on {task_name}: for the median of {len(some)} live components OA leaves "
-        f"{left:.0%} of the gap of mean ablation"
+        f"{model_name} on {task_name}: for the median of {len(some)} {kind} OA leaves {left:.0%} "
+        "of the gap of mean ablation"
     )
     if "counterfactual" not in table:
         return f"{words}; the rest is what the mean puts in."

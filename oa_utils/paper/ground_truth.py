@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import scipy.stats
 import torch
 
 from oa_utils import machine, stats
@@ -24,6 +25,7 @@ from oa_utils.search.sweeps import METHODS
 WAYS = ("zero", "mean", "resample", "counterfactual", "optimal")
 SEARCHES = ("ugs", "hcgs", "edge_pruning", "acdc", "eap", "eap_ig")
 PLAIN = ("copy", "induction", "duplicate")
+FLOOR = 1e-6  # nats: a Δ below is rounding error
 
 
 class Hidden(NamedTuple):
@@ -164,13 +166,30 @@ def _cell(table: pd.DataFrame, value: str, way: str, method: str = "") -> pd.Ser
     return part.set_index(["program", "seed", "noise", "n_layers", "n_heads"])[value]
 
 
-def _claim(id: str, words: str, values: pd.Series, rule: str, log: bool = False) -> Claim:
+def _ratio(one: pd.Series, other: pd.Series) -> pd.Series:
+    """Of two gaps, none of them taken as less than rounding error."""
+    return one.clip(lower=FLOOR) / other.clip(lower=FLOOR)
+
+
+def _claim(
+    id: str, words: str, values: pd.Series, rule: str, log: bool = False, share: bool = False
+) -> Claim:
     """The mean over models (of logarithms: the geometric one) with its interval by Student's t over
-    seeds: models of a seed are no independent draws, since they share their idle weights."""
+    seeds: models of a seed are no independent draws, since they share their idle weights.
+
+    Where a `share` of edges is all or nothing in every model, t would see no error, and models are
+    counted: the interval is Clopper and Pearson's. (For F1 it is that of the share of models in
+    which it is 1, and the mean of F1 is no lower.)
+    """
     by_seed = (np.log(values) if log else values).groupby("seed").mean()
-    found = stats.mean_interval(by_seed)
-    measured, low, high = (np.exp(x) if log and x is not None else x for x in found)
     note = f"{len(values)} models of {len(by_seed)} seeds"
+    if share and len(by_seed) > 1 and values.isin([0, 1]).all():
+        counted = scipy.stats.binomtest(int(values.sum()), len(values)).proportion_ci()
+        measured, low, high = values.mean(), counted.low, counted.high
+        note += ", counted as independent"
+    else:
+        found = stats.mean_interval(by_seed)
+        measured, low, high = (np.exp(x) if log and x is not None else x for x in found)
     return Claim(
         id,
         words,
@@ -198,6 +217,7 @@ def claims(table: pd.DataFrame, gaps: pd.DataFrame) -> list[Claim]:
                 "UGS under OA finds the true edges of models without traps (mean F1)",
                 ugs["optimal"],
                 "> 0.9",
+                share=True,
             ),
             _claim(
                 "known.ugs.optimal_counterfactual",
@@ -218,7 +238,7 @@ def claims(table: pd.DataFrame, gaps: pd.DataFrame) -> list[Claim]:
         _claim(
             "known.gap.lowest",
             "of the true circuit, Δ under OA is the lowest (over the lowest of the others)",
-            _cell(gaps, "gap", "optimal") / others,
+            _ratio(_cell(gaps, "gap", "optimal"), others),
             "< 1",
             log=True,
         )
@@ -242,7 +262,7 @@ def claims(table: pd.DataFrame, gaps: pd.DataFrame) -> list[Claim]:
                 "known.decoy.gap",
                 "a decoy breaks the true circuit under mean ablation and not under OA (Δ under OA "
                 "over Δ under mean)",
-                _cell(decoy, "gap", "optimal") / _cell(decoy, "gap", "mean"),
+                _ratio(_cell(decoy, "gap", "optimal"), _cell(decoy, "gap", "mean")),
                 "< 0.1",
                 log=True,
             )
@@ -256,6 +276,7 @@ def claims(table: pd.DataFrame, gaps: pd.DataFrame) -> list[Claim]:
                     "(share of its edges kept)",
                     _cell(kept, "decoys", way, "ugs"),
                     rule,
+                    share=True,
                 )
             )
     return listed

@@ -31,22 +31,22 @@ PAPER = {  # GPT-2-small: mean Δ of random circuits, its standard deviation, Δ
 
 def summary(table: pd.DataFrame, task: Task) -> pd.DataFrame:
     """Random circuits, the circuits found (mean over seeds) and their ratio, beside the paper's
-    where it has this task; on a table of `against_random`.
+    where it has this task; on a table of `against_random`, for the ablations that it has random
+    circuits of.
 
     The z-score is NaN where random circuits all do the same: it would be a number over next to
     nothing.
     """
     paper = PAPER.get(short_name(task), {})
-    ablations = list(table.ablation.unique())
+    ablations = list(table[table.kind == "random"].ablation.unique())
     order = [way for way in WAYS if way in ablations]
     order += [way for way in ablations if way not in WAYS]
-    rows = []
+    rows = {}
     for ablation in order:
         drawn = _gaps(table, ablation, "random")
         found = _gaps(table, ablation, "found")
         low, high = ratio_interval(table, ablation)
         row = {
-            "ablation": ablation,
             "edges": table[(table.ablation == ablation) & (table.kind == "found")].n_edges.mean(),
             "random": drawn.mean(),
             "std": drawn.std(),
@@ -62,8 +62,8 @@ def summary(table: pd.DataFrame, task: Task) -> pd.DataFrame:
             mean, std, ugs = paper[ablation]
             row |= {"paper random": mean, "paper std": std, "paper found": ugs}
             row |= {"paper ratio": ugs / mean, "paper z": (ugs - mean) / std}
-        rows.append(row)
-    return pd.DataFrame(rows).set_index("ablation")
+        rows[ablation] = row
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("ablation")
 
 
 def _gaps(table: pd.DataFrame, ablation: str, kind: str) -> np.ndarray:
@@ -77,29 +77,20 @@ def z_score(found: np.ndarray, drawn: np.ndarray) -> float:
     return float((found.mean() - drawn.mean()) / std)
 
 
-def t_interval(values: np.ndarray) -> tuple[float, float] | tuple[None, None]:
-    """95 % of a mean over a few values; one value has none."""
-    if len(values) < 2:
-        return None, None
-    mean, se = stats.mean_se(values)
-    if se == 0:
-        return mean, mean
-    low, high = scipy.stats.t.interval(0.95, len(values) - 1, mean, se)
-    return float(low), float(high)
-
-
 def ratio_interval(table: pd.DataFrame, ablation: str) -> tuple[float | None, float | None]:
-    """Of Δ found over Δ random, from logarithms: over seeds of the search where there are several,
-    else over test prompts, and over random circuits."""
+    """Of Δ found over Δ random, from logarithms: over test prompts (of the circuits found, which
+    all have the same), over random circuits, and over seeds of the search where there are
+    several."""
     part = table[(table.ablation == ablation) & (table.kind == "found")]
     drawn = _gaps(table, ablation, "random")
     if len(drawn) < 2:
         return None, None
-    logs = np.log(part.gap.to_numpy(float))
-    freedom = len(logs) - 1
-    error = scipy.stats.sem(logs) if freedom else float((part.se / part.gap).iloc[0])
-    error = np.hypot(error, drawn.std(ddof=1) / len(drawn) ** 0.5 / drawn.mean())
-    width = (scipy.stats.t.ppf(0.975, freedom) if freedom else 1.96) * error
+    over_prompts = 1.96 * float((part.se / part.gap).mean())
+    over_drawn = scipy.stats.sem(drawn) / drawn.mean() * scipy.stats.t.ppf(0.975, len(drawn) - 1)
+    width = np.hypot(over_prompts, over_drawn)
+    if len(part) > 1:
+        over_seeds = scipy.stats.sem(np.log(part.gap.to_numpy(float)))
+        width = np.hypot(width, over_seeds * scipy.stats.t.ppf(0.975, len(part) - 1))
     centre = np.log(part.gap.mean() / drawn.mean())
     return float(np.exp(centre - width)), float(np.exp(centre + width))
 
@@ -121,6 +112,8 @@ def claims(table: pd.DataFrame, task: Task) -> list[Claim]:
     if short_name(task) not in PAPER:
         return []
     rows = summary(table, task)
+    drawn = {way: _gaps(table, way, "random") for way in rows.index}
+    sizes = {way: _sizes(table, way) for way in rows.index}
     listed = []
     for ablation, row in rows.iterrows():
         text = (
@@ -130,18 +123,18 @@ def claims(table: pd.DataFrame, task: Task) -> list[Claim]:
         ends = (row.low, row.high)
         claim = (text, row["paper ratio"], row.ratio, *ends, "< 0.5", int(row.seeds))
         listed.append(_claim(task, f"ratio.{ablation}", *claim))
-    drawn = {way: _gaps(table, way, "random") for way in rows.index}
     for other in ("mean", "resample"):
         if other not in drawn or "optimal" not in drawn:
             continue
-        pair = (drawn["optimal"], drawn[other])
         said = rows["paper std"]["optimal"] / rows["paper std"][other]
         text = (
             f"Δ of random circuits varies less under OA than under {plots.LABELS[other]} "
             "(ratio of standard deviations below 1)"
         )
-        value, low, high = std_ratio(*pair)
-        listed.append(_claim(task, f"std.{other}", text, said, value, low, high, "< 1"))
+        found = std_ratio(drawn["optimal"], drawn[other])
+        note = f"random circuits of {sizes['optimal']} edges under OA, of {sizes[other]} under "
+        note += plots.LABELS[other]
+        listed.append(_claim(task, f"std.{other}", text, said, *found, "< 1", note=note))
     if "optimal" in drawn:
         step = first_step(table)
         words = {
@@ -152,19 +145,37 @@ def claims(table: pd.DataFrame, task: Task) -> list[Claim]:
             gone = drops(table, kind, step)
             text = f"{start} in the first batch of training (step {step}; share)"
             seeds = len(gone) if kind == "found" else 0
-            ends = t_interval(gone)
-            claim = (text, None, gone.mean(), *ends, rule, seeds)
+            claim = (text, None, *stats.mean_interval(gone), rule, seeds)
             listed.append(_claim(task, f"drop.{kind}", *claim))
     return listed
 
 
+def _sizes(table: pd.DataFrame, ablation: str) -> str:
+    sizes = table[(table.ablation == ablation) & (table.kind == "random")].n_edges
+    return f"{sizes.min()} to {sizes.max()}"
+
+
 def std_ratio(one: np.ndarray, other: np.ndarray) -> tuple[float, float | None, float | None]:
-    """Of two standard deviations, with the interval that holds for normal samples."""
-    value = float(one.std() / other.std())
-    if min(len(one), len(other)) < 3:
+    """Of two standard deviations, with Miller's interval, which holds for samples that are not
+    normal: Student's t over what each value adds to the logarithm, by leaving it out. There is none
+    where both deviate by less than FEWEST of their mean, or where four values are not at hand."""
+    value = float(one.std(ddof=1) / other.std(ddof=1))
+    alike = all(x.std() < FEWEST * x.mean() for x in (one, other))
+    if alike or min(len(one), len(other)) < 4:
         return value, None, None
-    low, high = scipy.stats.f.ppf([0.025, 0.975], len(one) - 1, len(other) - 1)
-    return value, float(value / high**0.5), float(value / low**0.5)
+    parts = [_parts_of_log_std(x) for x in (one, other)]
+    if not all(np.isfinite(x).all() for x in parts):
+        return value, None, None
+    error, t = stats.welch(*parts)
+    return value, float(value * np.exp(-t * error)), float(value * np.exp(t * error))
+
+
+def _parts_of_log_std(values: np.ndarray) -> np.ndarray:
+    """The jackknife's pseudo-values of log std: their mean estimates it, their spread its error."""
+    n = len(values)
+    without = [np.delete(values, i).std(ddof=1) for i in range(n)]
+    with np.errstate(divide="ignore"):
+        return n * np.log(values.std(ddof=1)) - (n - 1) * np.log(without)
 
 
 def _claim(
@@ -177,7 +188,8 @@ def _claim(
     high: float | None,
     rule: str,
     seeds: int = 0,
+    note: str = "",
 ) -> Claim:
     name = f"random_{short_name(task)}.{id}"
-    source = "random_circuits"
-    return Claim(name, text, said, value, low, high, rule, seeds=seeds, source=source)
+    more = {"seeds": seeds, "source": "random_circuits", "note": note}
+    return Claim(name, text, said, value, low, high, rule, **more)

@@ -168,4 +168,4 @@ def acdc(masked: MaskedModel, task: Task, *, settings: ACDCSettings) -> Circuit:
     return stored_circuit("acdc", masked, task, settings, compute, VERSION, aim)
 
 
-METHODS = {"acdc": Method(acdc, "lam", trains=False)}
+METHODS = {"acdc": Method(acdc, "lam", trains=False, version=VERSION)}

@@ -223,9 +223,13 @@ def _check(masked: MaskedModel, task: Task, n_edges: float, **arguments: Any) ->
 
 
 METHODS = {
-    "eap": Method(eap, "n_edges", trains=False, check=_check),
-    "eap_ig": Method(eap_ig, "n_edges", trains=False, check=_check),
+    "eap": Method(eap, "n_edges", trains=False, check=_check, version=VERSION),
+    "eap_ig": Method(eap_ig, "n_edges", trains=False, check=_check, version=VERSION),
     "eap_ig_masks": Method(
-        partial(eap_ig, path="masks"), "n_edges", trains=False, check=partial(_check, path="masks")
+        partial(eap_ig, path="masks"),
+        "n_edges",
+        trains=False,
+        check=partial(_check, path="masks"),
+        version=VERSION,
     ),
 }

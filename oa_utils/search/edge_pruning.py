@@ -108,4 +108,6 @@ def _check(masked: MaskedModel, task: Task, n_edges: float, **arguments: Any) ->
     check_size(n_edges, masked.graph)
 
 
-METHODS = {"edge_pruning": Method(edge_pruning, "n_edges", trains=True, check=_check)}
+METHODS = {
+    "edge_pruning": Method(edge_pruning, "n_edges", trains=True, check=_check, version=VERSION)
+}

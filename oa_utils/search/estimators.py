@@ -27,6 +27,7 @@ from oa_utils.tasks import Task
 VERSION = 1
 ESTIMATORS = ("ugs", "hcgs", "importance")
 TEMPERATURE = 2 / 3  # of HardConcrete
+COLUMNS = ["edge", "true", "se", "mean", "std", "rms", "estimator", "theta"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ def estimator_errors(
     """A row for each estimator and each of some edges: its `true` slope at θ (± `se`), the
     estimator's `mean`, its `std` and `rms` error."""
     check_search(masked, task, settings.ablation, fixed="an estimator")
+    if not edges:
+        return pd.DataFrame(columns=COLUMNS)
 
     def compute(_: store.Snapshots) -> dict:
         slopes = Slopes(masked, task, theta, settings)

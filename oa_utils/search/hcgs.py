@@ -95,4 +95,4 @@ def hcgs(masked: MaskedModel, task: Task, *, settings: HCGSSettings) -> Circuit:
     return train_circuit("hcgs", masked, task, settings, HardConcrete, VERSION, aim)
 
 
-METHODS = {"hcgs": Method(hcgs, "lam", trains=True)}
+METHODS = {"hcgs": Method(hcgs, "lam", trains=True, version=VERSION)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from oa_utils.store import Snapshots
 from oa_utils.tasks import Task
 
 MOST_DRAWS = 2000  # random circuits tried at most
+COLUMNS = ["task", "ablation", "kind", "n_edges", "gap", "se", "curve"]  # of `against_random`
 
 
 def random_circuits(
@@ -103,9 +105,11 @@ def against_random(
     gap_options: Mapping[str, Any] | None = None,
 ) -> pd.DataFrame:
     """Each circuit of a sweep's table (`kind` found) beside n random ones of its size, all measured
-    by the same protocol under the circuit's ablation, with the `curve` of their constants."""
+    by the same protocol under the circuit's ablation, with the `curve` of their constants. Empty
+    circuits, which have no random ones, are left out."""
     gap_options = gap_options or {}
-    GapSettings(**gap_options)
+    settings = GapSettings(**gap_options)
+    table = table[table.n_edges > 0]
     for ablation in table.ablation.unique():
         check_search(masked, task, ablation)
 
@@ -134,10 +138,10 @@ def against_random(
             "n": n,
             "tolerance": tolerance,
             "seed": seed,
-            "gap_options": dict(gap_options),
+            "gap": asdict(settings),
         }
         | masked.run_inputs,
         version=VERSION,
         key=f"{task.name}_n={n}",
     )
-    return result.frame()
+    return result.frame().reindex(columns=COLUMNS)

@@ -32,6 +32,7 @@ class Method(NamedTuple):
     aim: str  # what says how large a circuit becomes: lam or n_edges
     trains: bool  # constants train along; the others' circuits found under CF are measured under OA
     check: Callable[..., None] | None = None  # refuses arguments, before any work
+    version: int = 1  # of its algorithm, as in the names of its own runs
 
 
 def masked_of(model: Model, level: str) -> MaskedModel:

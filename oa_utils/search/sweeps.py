@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -79,6 +81,7 @@ def find_and_measure(
         "ablation": str(wanted.ablation),
         "searched": str(wanted.searched),
         "seed": wanted.seed,
+        "level": circuit.settings.get("level", "edge"),
         "asked": wanted.value,
         "n_edges": circuit.n_edges,
         "n_heads": len(circuit.heads),
@@ -138,6 +141,23 @@ def _check_sweep(
             method.check(masked, task, **arguments)
 
 
+def _settings(
+    masked: MaskedModel, task: Task, wanted: Wanted, options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """All settings of a method in a sweep, defaults included, but for what `Wanted` names."""
+    method = METHODS[wanted.method]
+    arguments = wanted.arguments(options)
+    if hasattr(method.search, "check"):
+        settings = dict(method.search.check(masked, task, **arguments))
+        settings |= asdict(settings.pop("settings"))
+    else:
+        call = inspect.signature(method.search).bind(masked, task, **arguments)
+        call.apply_defaults()
+        settings = call.arguments
+    named = ("masked", "task", "ablation", "seed", method.aim)
+    return {name: value for name, value in settings.items() if name not in named}
+
+
 def sweep(
     masked: MaskedModel,
     task: Task,
@@ -147,12 +167,12 @@ def sweep(
     seeds: Iterable[int] | Mapping[Any, Sequence[int]] = (0,),
     options: Mapping[str, Mapping[str, Any]] | None = None,
     gap_options: Mapping[str, Any] | None = None,
-    metric: str = "kl",
+    metric: str | None = None,
 ) -> pd.DataFrame:
     """A row for each method, ablation, value and seed: the circuit found, and its gap under the
-    same ablation: KL, or by how much answers fall (`metric` as in `gap`), with its standard error,
-    the gap of train prompts where constants were trained (`train`), and that of each test prompt
-    (`each`).
+    same ablation: KL, or by how much answers fall (`metric` as in `gap`, here or in `gap_options`),
+    with its standard error, the gap of train prompts where constants were trained (`train`), and
+    that of each test prompt (`each`).
 
     `grid` gives the values of λ, or of n_edges for eap, eap_ig and edge_pruning, by (method,
     ablation), by method, or by `"lam"` and `"n_edges"`; a method that stands there with some
@@ -163,7 +183,12 @@ def sweep(
     `sweep_circuit(masked, row)` makes a row's circuit.
     """
     options = options or {}
-    gap_options = {**(gap_options or {}), "metric": metric}
+    gap_options = dict(gap_options or {})
+    if metric is not None and gap_options.setdefault("metric", metric) != metric:
+        raise ValueError(
+            f"metric={metric!r} and gap_options['metric']={gap_options['metric']!r} differ: give "
+            "one of them"
+        )
     circuits = _wanted(methods, ablations, grid, seeds)
     _check_sweep(masked, task, circuits, options, gap_options)
 
@@ -177,7 +202,7 @@ def sweep(
         )
         return {"rows": models.each(one, masked.model, circuits, desc="circuits")}
 
-    used = {wanted.method for wanted in circuits}
+    one_of_each = {wanted.method: wanted for wanted in reversed(circuits)}
     result = store.run(
         "sweeps",
         None,
@@ -186,8 +211,12 @@ def sweep(
         task=task,
         inputs={
             "circuits": [list(wanted) for wanted in circuits],
-            "options": {name: dict(given) for name, given in options.items() if name in used},
-            "gap_options": dict(gap_options),
+            "versions": {name: METHODS[name].version for name in one_of_each},
+            "settings": {
+                name: _settings(masked, task, wanted, options)
+                for name, wanted in one_of_each.items()
+            },
+            "gap": asdict(GapSettings(**gap_options)),
         }
         | masked.run_inputs,
         version=VERSION,

@@ -137,4 +137,4 @@ def ugs(
     return train_circuit("ugs", masked, task, settings, Uniform, VERSION, aim, constants)
 
 
-METHODS = {"ugs": Method(ugs, "lam", trains=True)}
+METHODS = {"ugs": Method(ugs, "lam", trains=True, version=VERSION)}
