@@ -25,7 +25,7 @@ from torch import Tensor
 from oa_utils import lenses, machine, stats, store
 from oa_utils.labelled import LabelledSet
 from oa_utils.lenses import Lens
-from oa_utils.models import Model, soft_cap
+from oa_utils.models import Model, exact, soft_cap
 from oa_utils.texts import contexts
 
 VERSION = 2
@@ -235,7 +235,7 @@ def label_scores(
     bias = None if getattr(unembed, "bias", None) is None else unembed.bias[ids]
     normed = model.bridge.ln_final.original_component(ends.to(model.dtype))
     logits = soft_cap(F.linear(normed, unembed.weight[ids], bias), model.logit_cap)
-    return logits.double().log_softmax(-1).float().cpu()  # in double: near-certain labels would tie
+    return exact(logits).log_softmax(-1).float().cpu()  # or near-certain labels would tie
 
 
 def correct(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from oa_utils import machine, store
 from oa_utils.lenses import Lens, Readings, TunedLens, fingerprints
-from oa_utils.models import KeysValues, Model, recording
+from oa_utils.models import KeysValues, Model, exact, recording
 
 VERSION = 2
 # as steering, with a length drawn anew for each context: then a direction has no size of its own
@@ -54,7 +54,7 @@ class FaithSettings:
 
 def root(cov: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     """The symmetric square root of a covariance."""
-    values, vectors = torch.linalg.eigh(cov.double())
+    values, vectors = torch.linalg.eigh(exact(cov))
     return (vectors * values.clamp(min=0).sqrt() @ vectors.T).to(cov)
 
 
@@ -386,6 +386,7 @@ def faithfulness(
     inputs = {
         "lenses": fingerprints(lenses),
         "maps": fingerprints(maps),
+        "order": [list(lenses), list(maps)],  # leads are over the first lens
         "data": data.fingerprint,
         "contexts": store.fingerprint(train[: settings.contexts], test[:most]),
     }

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from oa_utils import machine, stats, store
-from oa_utils.models import Model, recording
+from oa_utils.models import Model, exact, recording
 
 VERSION = 3
 # of linear maps: the layer's best on validation of identity, identity with the mean's shift, and
@@ -521,13 +521,14 @@ class LinearTrainer(Trainer):
         x: Float[Tensor, "n d"], y: Float[Tensor, "n d"]
     ) -> tuple[Float[Tensor, "d d"], Float[Tensor, "d d"], Float[Tensor, "d d"]]:
         """The map that whitens x, its inverse, and the ridge map from whitened x to y."""
-        x = (x - x.mean(0)).double()
+        x = exact(x - x.mean(0))
         scale = x.std(0).clamp(min=1e-6)
         values, vectors = torch.linalg.eigh((x / scale).T @ (x / scale) / len(x))
         spread = (values.clamp(min=0) + RIDGE).sqrt()
         white = (vectors / spread).T / scale
-        ridge = y.double().T @ (x @ white.T) / len(x)
-        return white.float(), (scale[:, None] * vectors * spread).float(), ridge.float()
+        ridge = exact(y).T @ (x @ white.T) / len(x)
+        back = scale[:, None] * vectors * spread
+        return white.to(y), back.to(y), ridge.to(y)
 
     def starts(self, settings: LensSettings) -> dict[str, dict[str, Tensor]]:
         n, d = self.centre.shape

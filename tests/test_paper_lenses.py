@@ -140,7 +140,7 @@ def test_faithfulness_claims_compare_lenses_in_their_own_bases():
         for lens in ("tuned", "oca")
         for layer in range(4)
     ]
-    claims = {claim.id: claim for claim in study.faithful_claims(pd.DataFrame(rows))}
+    claims = {claim.id: claim for claim in study.faithful_claims(pd.DataFrame(rows), 4)}
     assert len(claims) == 10
     failed = [claim for claim in claims.values() if claim.holds is False]
     assert [claim.id for claim in failed] == ["faithfulness.project_basis.direction"]
@@ -163,4 +163,4 @@ def test_the_chapters_table_is_that_of_faithfulness(tiny):
     each = {"steer_random_each", "steer_basis_each"}
     assert set(table.perturbation) == {*study.PERTURBATIONS} | each
     assert set(table.layer) == {1}
-    assert len(study.faithful_claims(table)) == 10
+    assert len(study.faithful_claims(table, 6)) == 10

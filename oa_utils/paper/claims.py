@@ -293,7 +293,8 @@ def recompute(id: str, model: str) -> tuple[Claim, Claim]:
     """A published claim, and the same claim from its notebook, run anew in an empty store."""
     from oa_utils.paper import notebooks  # needs nbclient, which only those who run notebooks have
 
-    name = notebooks.name_of(model)
+    where = model.removesuffix(".paper")
+    name = notebooks.name_of(where) + model[len(where) :]
     experiment, stored = _find(id, name)
     path = _path(store.published(), name, experiment)
     budget = store.read_record(path)["budget"]
@@ -301,7 +302,7 @@ def recompute(id: str, model: str) -> tuple[Claim, Claim]:
     machine.announce(f"running {notebook.name} anew, in an empty store: {minutes(notebook)}")
     with tempfile.TemporaryDirectory(prefix="oa-claim-") as folder:
         environment = {"OA_STORE": folder, "OA_FIGURES": folder}
-        notebooks.execute(notebook, model, budget, environment)
+        notebooks.execute(notebook, where, budget, environment)
         again = {claim.id: claim for claim in _claims_of(_path(Path(folder), name, experiment))}
     if id not in again:
         raise LookupError(f"{NOTEBOOKS[experiment]} no longer records the claim {id}")
@@ -316,6 +317,14 @@ def _find(id: str, model_name: str) -> tuple[str, Claim]:
         for claim in claims
     }
     if id not in known:
+        having = [
+            model for (_, model), claims in chapters().items() if id in {c.id for c in claims}
+        ]
+        if having:
+            others = ", ".join(having)
+            raise LookupError(
+                f"claim {id!r} is of {others}, not of {model_name}: say MODEL={having[0]}"
+            )
         near = ", ".join(difflib.get_close_matches(id, known, n=5, cutoff=0.3)) or "none"
         raise LookupError(f"no published claim {id!r} for {model_name}; nearest: {near}")
     return known[id]

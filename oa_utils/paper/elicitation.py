@@ -1,5 +1,6 @@
 """The elicitation chapter, notebook 08: what §5 and appendix H.4 say, on a table of `elicit`."""
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -63,12 +64,23 @@ def interval(mean: float, *errors: pd.Series) -> tuple[float, float]:
     return mean - half, mean + half
 
 
+def over_sets(
+    by_set: pd.Series, errors: Sequence[pd.Series], n: int
+) -> tuple[tuple[float | None, float | None], str]:
+    """95 % around a mean over sets: as drawn from more sets where there are enough, else of these
+    sets; with a word on which of the two."""
+    if len(by_set) >= FEWEST:
+        return stats.bootstrap(np.mean, by_set.to_numpy(), n=n), "bootstrap over sets"
+    return interval(by_set.mean(), *errors), "few sets: over contexts of these sets"
+
+
 def elicitation_claims(table: pd.DataFrame, n: int = 1000) -> list[Claim]:
     """The paper's claims; wins are of its own boost, means of the boost whose layer was chosen on
     other contexts. n resamples of an interval."""
     paper = anchors()
-    more = (by_set(table, "false").oca - by_set(table, "true").oca).mean()
+    more = by_set(table, "false").oca - by_set(table, "true").oca
     errors = [by_set(table, demos, "boost_se").oca for demos in DEMONSTRATIONS]
+    between, how = over_sets(more, errors, n)
     paper_more = by_set(paper, "false", "maximum").oca - by_set(paper, "true", "maximum").oca
     return [
         *(claim for demos in DEMONSTRATIONS for claim in _boost_claims(table, paper, demos, n)),
@@ -77,11 +89,12 @@ def elicitation_claims(table: pd.DataFrame, n: int = 1000) -> list[Claim]:
             "the boost is larger with false than with true demonstrations (mean difference above "
             "0)",
             paper_more.mean(),
-            more,
-            *interval(more, *errors),
+            more.mean(),
+            *between,
             rule="> 0",
             seeds=1,
             source="elicitation",
+            note=how,
         ),
         *_control_claims(table),
     ]
@@ -124,10 +137,9 @@ def _boost_claims(table: pd.DataFrame, paper: pd.DataFrame, demos: str, n: int) 
     fair_won, fair_differ, fair_p = wins(fair)
     share = won / differ if differ else 0.5
     exact = scipy.stats.binomtest(won, differ).proportion_ci() if differ else (None, None)
-    boost = fair.oca.mean()
-    lead = (fair.oca - fair.tuned).to_numpy()
-    over_sets = len(fair) >= FEWEST
-    within = interval(lead.mean(), error.oca, error.tuned)
+    lead = fair.oca - fair.tuned
+    boost_between, how = over_sets(fair.oca, [error.oca], n)
+    lead_between, _ = over_sets(lead, [error.oca, error.tuned], n)
     claims = [
         claim(
             "wins",
@@ -144,19 +156,19 @@ def _boost_claims(table: pd.DataFrame, paper: pd.DataFrame, demos: str, n: int) 
             "boost",
             "some layer of the OCA lens is more accurate than the model (mean boost above 0)",
             paper_boosts.oca.mean(),
-            boost,
-            interval(boost, error.oca),
+            fair.oca.mean(),
+            boost_between,
             "> 0",
-            f"with the paper's maximum {most.oca.mean():.3f}",
+            f"{how}; with the paper's maximum {most.oca.mean():.3f}",
         ),
         claim(
             "lead",
             "the OCA lens's mean boost exceeds the tuned lens's (difference above 0)",
             (paper_boosts.oca - paper_boosts.tuned).mean(),
             lead.mean(),
-            stats.bootstrap(np.mean, lead, n=n) if over_sets else within,
+            lead_between,
             "> 0",
-            "bootstrap over sets" if over_sets else "few sets: over contexts of these sets",
+            how,
         ),
     ]
     for name in [name for name in CATEGORIES if name in fair.index][:1]:

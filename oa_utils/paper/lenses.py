@@ -71,7 +71,7 @@ LENS_CLAIMS = {  # what §5 says, and the rule by which it holds
     "oca_below_001": (
         "OCA's loss is below 0.01 from layer 35 of 48 on (share of depth, at most 35/48; 1: never "
         "before the end)",
-        f"<= {35 / 48:.3f}",
+        f"<= {35 / 48}",
     ),
     "tuned_never_001": (
         "the tuned lens's loss is not below 0.01 even at the last layer (share of depth: 1)",
@@ -433,7 +433,9 @@ def leads(table: pd.DataFrame, perturbation: str, measure: str) -> pd.DataFrame:
     return pd.DataFrame({"lead": oca[measure] - tuned[measure], "se": se})
 
 
-def faithful_claims(table: pd.DataFrame, source: str = "faithfulness") -> list[Claim]:
+def faithful_claims(
+    table: pd.DataFrame, n_layers: int, source: str = "faithfulness"
+) -> list[Claim]:
     """What §5 and appendix H say: OCA is the more faithful at every layer, under every
     perturbation, by both measures.
 
@@ -450,12 +452,13 @@ def faithful_claims(table: pd.DataFrame, source: str = "faithfulness") -> list[C
                 for name in ("gpt2-small", "gpt2-xl")
             }
             small, xl = ((wide.oca - wide.tuned).min() for wide in authors.values())
-            ahead = f"ahead at {(found.lead > 0).sum()} of {len(found)} layers"
+            ahead = f"ahead at {(found.lead > 0).sum()} of {len(found)} layers looked at"
+            ahead += f" (the model has {n_layers})" if len(found) < n_layers else ""
             claims.append(
                 Claim(
                     f"faithfulness.{perturbation}.{measure}",
-                    f"under {words} OCA has the higher {MEASURES[measure]} at every layer "
-                    "(smallest lead of a layer above 0)",
+                    f"under {words} OCA has the higher {MEASURES[measure]} at every layer looked "
+                    "at (smallest lead of a layer above 0)",
                     xl,
                     found.lead.min(),
                     (found.lead - z * found.se).min(),
