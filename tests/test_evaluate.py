@@ -338,6 +338,9 @@ def test_seeds_of_a_sweep_can_differ_between_searches(planted, task):
 def test_every_search_of_the_folder_is_known():
     known = {"ugs", "hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks", "edge_pruning"}
     assert known <= set(sweeps.METHODS)
+    for file in ("ugs", "hcgs", "acdc", "eap", "edge_pruning"):
+        module = import_module(f"oa_utils.search.{file}")
+        assert {method.version for method in module.METHODS.values()} == {module.VERSION}
 
 
 def test_sweep_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
