@@ -33,19 +33,22 @@ class Columns:
 
     def __init__(self) -> None:
         self.first = 0
+        self.padded_left = False
 
     def note(self, module: Any, args: tuple, kwargs: dict) -> None:
         """Before each forward of the model: how much of the prompt it has seen already."""
         cache = kwargs.get("past_key_values")
         self.first = 0 if cache is None else int(cache.get_seq_length())
         mask = kwargs.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and (mask[:, 1:] > mask[:, :-1]).any():
+        two = mask is not None and mask.ndim == 2
+        self.padded_left = two and bool((mask[:, 1:] > mask[:, :-1]).any())
+
+    def positions(self, value: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, " pos"]:
+        if self.padded_left:  # said here: a bridge that is stopped earlier keeps its batch in mind
             raise ValueError(
                 "prompts padded on the left: their positions are not their columns, so what is "
                 "ablated where cannot be told; run prompts of one length, or one at a time"
             )
-
-    def positions(self, value: Float[Tensor, "batch pos *rest"]) -> Int[Tensor, " pos"]:
         return torch.arange(self.first, self.first + value.shape[1], device=value.device)
 
 

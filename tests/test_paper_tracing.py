@@ -255,7 +255,8 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_claims_follow_from_the_published_results(name):
-    """Their numbers: intervals need what is missing of each fact, which is not published."""
+    """Their numbers: intervals and halves need what is missing of each fact, which is not
+    published, so a highest AIE may be another than that of all facts."""
     table = study.published(name)
     train = study.published(name, "train")
     again = {claim.id: claim for claim in study.claims(table, train, LAYERS[name])}
@@ -263,5 +264,7 @@ def test_published_claims_follow_from_the_published_results(name):
     assert set(again) == set(stored)
     assert not table.duplicated([*study.SETTING, "layer"]).any()
     for name, claim in stored.items():
-        assert claim.measured == pytest.approx(again[name].measured, rel=1e-5, nan_ok=True), name
+        exact = not name.startswith(("tracing.peak", "tracing.single", "tracing.last_subject"))
+        near = {"rel": 1e-5} if exact else {"abs": 0.05}
+        assert claim.measured == pytest.approx(again[name].measured, nan_ok=True, **near), name
         assert claim.rule == again[name].rule, name

@@ -499,7 +499,7 @@ def _by_seed(
     return [side[:, known].mean(1) for side in logs]
 
 
-def _log_ratio(by_seed: list[Float[ndarray, " seeds"]]) -> float:
+def _log_ratio(by_seed: list[Float[ndarray, " _"]]) -> float:
     first, second = by_seed
     return float(first.mean() - second.mean())
 
