@@ -29,7 +29,6 @@ CONTROL_GROUP = (
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )
 PASS_TOKENS = 2048  # tokens that a CPU runs at once: more would fall out of its caches
-GIVEN: set[str] = set()  # settings that this worker has from earlier calls
 Value = TypeVar("Value")
 
 
@@ -165,12 +164,13 @@ def estimate(step_seconds: float, steps: int, unit: str = "steps") -> str:
 # ---- what runs side by side
 
 
-def jobs() -> int:
+def jobs(on: str = "cpu") -> int:
     """Processes to use: as joblib is told, else `OA_JOBS`, else one a core (fewer where memory is
-    short: what one computes at once never depends on it); at the test budget one."""
+    short: what one computes at once never depends on it); at the test budget, and where they would
+    share an accelerator, one."""
     _, told = get_active_backend()
     fitting = max(1, int(min(memory() / WORKER, joblib.cpu_count())))
-    usual = 1 if budget() == "test" else fitting
+    usual = 1 if budget() == "test" or on != "cpu" else fitting
     return joblib.effective_n_jobs(told or int(os.environ.get("OA_JOBS") or usual))
 
 
@@ -211,10 +211,9 @@ def _in_worker(
     what goes wrong."""
     here = socket.gethostname()
     if (here, os.getpid()) != caller:
-        for name in GIVEN - settings.keys():
+        for name in os.environ.get("OA_GIVEN", "").split():
             os.environ.pop(name, None)
-        GIVEN.update(settings)
-        os.environ.update(settings | {"OA_QUIET": "1"})
+        os.environ.update(settings | {"OA_QUIET": "1", "OA_GIVEN": " ".join(settings)})
         if (here, os.getppid()) == caller:
             end_with_parent(os.getppid())
     threads_before = torch.get_num_threads()

@@ -9,7 +9,6 @@ modules under the bridge directly, so hooks set on `model.bridge` do not fire in
 import functools
 import hashlib
 import math
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float, Int
-from joblib.parallel import get_active_backend
 from torch import Tensor
 
 from oa_utils import machine, sources, store
@@ -880,13 +878,9 @@ def each(
 ) -> list[Answer]:
     """function(model, item) of each item, in order: in workers that load the model from where it
     came, or here where there is one worker only or where this process alone has the model (made in
-    memory, or edited). Workers that share an accelerator are for who asks for them (joblib,
-    `OA_JOBS`)."""
+    memory, or edited)."""
     items = list(items)
-    _, told = get_active_backend()
-    asked = told or os.environ.get("OA_JOBS")
-    accelerated = model.device.type != "cpu"
-    if machine.jobs() == 1 or len(items) < 2 or (accelerated and not asked):
+    if machine.jobs(model.device.type) == 1 or len(items) < 2:
         alone = True
     elif alone := not (model.origin and model.fingerprint == model.as_loaded):
         machine.announce(f"{model} is in this process only, so nothing runs side by side")

@@ -304,7 +304,7 @@ def test_a_worker_that_lives_on_forgets_the_settings_of_an_earlier_call(monkeypa
 
 
 def test_a_process_of_another_host_with_the_callers_number_is_a_worker(monkeypatch):
-    monkeypatch.setattr(machine, "GIVEN", set())
+    monkeypatch.delenv("OA_GIVEN", raising=False)
     monkeypatch.setenv("OA_QUIET", "")
     monkeypatch.setenv("OA_STORE", "here")
     elsewhere = ("elsewhere", os.getpid())

@@ -497,13 +497,13 @@ def shifted(model, item):
 def test_each_gives_answers_in_order_here_and_in_workers(tiny, gpt2, monkeypatch):
     monkeypatch.delenv("OA_BUDGET", raising=False)
     for jobs in (1, 2):
-        monkeypatch.setattr(machine, "jobs", lambda jobs=jobs: jobs)
+        monkeypatch.setattr(machine, "jobs", lambda on="cpu", jobs=jobs: jobs)
         assert models.each(shifted, tiny, [3, 1, 2]) == [9, 7, 8]
         assert models.each(shifted, gpt2, [3, 1, 2]) == [6, 4, 5]  # it is in this process only
 
 
 def test_an_edited_model_is_not_sent_to_workers(monkeypatch, capsys):
-    monkeypatch.setattr(machine, "jobs", lambda: 2)
+    monkeypatch.setattr(machine, "jobs", lambda on="cpu": 2)
     monkeypatch.setattr(machine, "parallel", None)
     monkeypatch.setattr(machine, "quiet", lambda: False)
     model = load_model("tiny")
@@ -514,7 +514,7 @@ def test_an_edited_model_is_not_sent_to_workers(monkeypatch, capsys):
 
 def test_workers_load_a_folder_by_its_path(tmp_path, monkeypatch):
     monkeypatch.delenv("OA_BUDGET", raising=False)
-    monkeypatch.setattr(machine, "jobs", lambda: 2)
+    monkeypatch.setattr(machine, "jobs", lambda on="cpu": 2)
     folder_with(tmp_path, random_gpt2())
     monkeypatch.chdir(tmp_path)
     model = load_model("model")
@@ -529,9 +529,10 @@ def test_workers_load_on_the_caller_s_device(monkeypatch):
 
 
 def test_one_process_has_an_accelerator_unless_more_are_asked_for(tiny, monkeypatch):
-    monkeypatch.setattr(machine, "jobs", lambda: 2)
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 2)
     monkeypatch.setattr(machine, "parallel", lambda function, items, desc: ["workers"])
     monkeypatch.delenv("OA_JOBS", raising=False)
+    monkeypatch.delenv("OA_BUDGET", raising=False)
     assert models.each(shifted, tiny, [1, 2]) == ["workers"]
     monkeypatch.setattr(tiny, "device", torch.device("meta"))
     assert models.each(shifted, tiny, [1, 2]) == [7, 8]
@@ -543,7 +544,7 @@ def test_one_process_has_an_accelerator_unless_more_are_asked_for(tiny, monkeypa
 
 def test_workers_refuse_files_that_were_changed(tmp_path, monkeypatch):
     monkeypatch.delenv("OA_BUDGET", raising=False)
-    monkeypatch.setattr(machine, "jobs", lambda: 2)
+    monkeypatch.setattr(machine, "jobs", lambda on="cpu": 2)
     model = load_model(folder_with(tmp_path, random_gpt2()))
     folder_with(tmp_path, random_gpt2(seed=1))
     with pytest.raises(RuntimeError, match="its files were changed"):

@@ -65,13 +65,13 @@ def interval(mean: float, *errors: pd.Series) -> tuple[float, float]:
 
 
 def over_sets(
-    by_set: pd.Series, errors: Sequence[pd.Series], n: int
+    values: pd.Series, errors: Sequence[pd.Series], n: int
 ) -> tuple[tuple[float | None, float | None], str]:
     """95 % around a mean over sets: as drawn from more sets where there are enough, else of these
     sets; with a word on which of the two."""
-    if len(by_set) >= FEWEST:
-        return stats.bootstrap(np.mean, by_set.to_numpy(), n=n), "bootstrap over sets"
-    return interval(by_set.mean(), *errors), "few sets: over contexts of these sets"
+    if len(values) >= FEWEST:
+        return stats.bootstrap(np.mean, values.to_numpy(), n=n), "bootstrap over sets"
+    return interval(values.mean(), *errors), "few sets: over contexts of these sets"
 
 
 def elicitation_claims(table: pd.DataFrame, n: int = 1000) -> list[Claim]:

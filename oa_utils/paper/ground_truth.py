@@ -185,11 +185,11 @@ def _claim(
     note = f"{len(values)} models of {len(by_seed)} seeds"
     if share and len(by_seed) > 1 and values.isin([0, 1]).all():
         counted = scipy.stats.binomtest(int(values.sum()), len(values)).proportion_ci()
-        measured, low, high = values.mean(), counted.low, counted.high
+        found = (values.mean(), *counted)
         note += ", counted as independent"
     else:
         found = stats.mean_interval(by_seed)
-        measured, low, high = (np.exp(x) if log and x is not None else x for x in found)
+    measured, low, high = (np.exp(x) if log and x is not None else x for x in found)
     return Claim(
         id,
         words,

@@ -294,12 +294,11 @@ class Facts(NamedTuple):
 
 def facts_of(table: pd.DataFrame, windows: Sequence[int]) -> Facts:
     """Of a table of `trace(..., each=True)`."""
-    rows = by_setting(table, windows)
-    missing = [
-        {setting: np.stack([stats.array(each) for each in part[name]]) for setting, part in rows}
-        for name, rows in (("w", rows.items()), ("z", rows.items()))
-    ]
-    return Facts(*missing)
+    settings = by_setting(table, windows).items()
+    return Facts(
+        w={setting: np.stack(rows.w.map(stats.array)) for setting, rows in settings},
+        z={setting: np.stack(rows.z.map(stats.array)) for setting, rows in settings},
+    )
 
 
 def places_of(
