@@ -536,6 +536,8 @@ def test_a_cell_that_was_loaded_costs_what_computing_it_did(place):
     seconds = [kept["cells"][cell] * again.speed / kept["speed"] for cell in again.cells]
     assert seconds[0] == pytest.approx(100 * again.speed / clock.speed, rel=0.01)
     assert seconds[2] == pytest.approx(0.1)
+    again.save(fresh=True)
+    assert set(store.read_json(again.path)["cells"].values()) == {0.1}
 
 
 def test_costs_of_another_machine_are_scaled_by_its_speed(place, monkeypatch):

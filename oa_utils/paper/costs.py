@@ -73,11 +73,12 @@ class Clock:
         elapsed = time.monotonic() - self.began
         return sum(waiting[1:]) + max(0.0, running - elapsed)
 
-    def save(self) -> None:
-        """Keeps what the cells cost; one whose results were loaded costs what computing them did
-        before."""
+    def save(self, fresh: bool = False) -> None:
+        """Keeps what the cells cost: in a fresh run, where nothing was loaded, what they took;
+        else one whose results were loaded costs what computing them did before."""
         pairs = zip(self.cells, self.taken, strict=True)
-        seconds = {cell: max(taken, self.expected.get(cell, 0.0)) for cell, taken in pairs}
+        before = {} if fresh else self.expected
+        seconds = {cell: max(taken, before.get(cell, 0.0)) for cell, taken in pairs}
         content = {"speed": self.speed, "cells": {k: round(v, 1) for k, v in seconds.items()}}
         store.write_bytes(self.path, store.canonical(content) + b"\n")
 

@@ -108,7 +108,7 @@ def execute(
                 "stored is kept, OA_JOBS=1 takes less"
             ) from None
     if is_kept:
-        clock.save()
+        clock.save(fresh=os.environ.get("FRESH") == "1")
     without_messages(notebook)
     notebook.metadata.pop("widgets", None)
     notebook.metadata.get("language_info", {}).pop("version", None)
