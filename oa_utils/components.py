@@ -20,7 +20,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from oa_utils import machine, stats, store
+from oa_utils import closed_form, machine, stats, store
 from oa_utils.fills import (
     ABLATIONS,
     FAMILIES,
@@ -38,7 +38,8 @@ from oa_utils.tasks import PARTS, Task
 from oa_utils.training import collect, fit
 
 VERSION = 2
-STARTS = ("mean", "zero", "cf_mean")
+CLOSED = "closed_form"  # the start that is best to second order
+STARTS = ("mean", "zero", "cf_mean", CLOSED)
 DEFAULT = ("zero", "mean", "resample", "optimal")
 GROUP = 32  # components of one layer that train side by side and are stored together
 TIMED_PROMPTS = 16  # in the passes from which the cost is told
@@ -72,6 +73,11 @@ class ComponentSettings:
         at_least(0, steps=self.steps, lr=self.lr, batch=self.batch, tol=self.tol, noise=self.noise)
         if unknown := [start for start in self.starts if start not in STARTS]:
             raise ValueError(f"start {unknown[0]!r}: starts are of {', '.join(STARTS)}")
+
+    @property
+    def start_rules(self) -> list[Ablation]:
+        """The ablations that training starts from."""
+        return [ABLATIONS[start] for start in self.starts if start != CLOSED]
 
 
 def ablated(
@@ -121,6 +127,11 @@ class Experiment:
         self.values = TaskValues(model, task)
         self.full = cache(lambda part: self.values.part(part).log_probs(model))  # [n vocab]
 
+    @property
+    def closed_version(self) -> dict[str, int]:
+        """What the closed form adds to the name of a run that uses it."""
+        return {CLOSED: closed_form.VERSION} if CLOSED in self.settings.starts else {}
+
     def losses(
         self,
         part: str,
@@ -154,8 +165,8 @@ class Experiment:
         if not torch.is_grad_enabled():
             return pass_rows
         model = self.model
-        kept = length * (model.n_layers - layer) * (14 * model.d_model + 4 * model.d_mlp)
-        return machine.micro_batch(pass_rows, 4 * (kept + 4 * model.d_vocab))
+        bytes_each = model.graph_bytes(length, layer) + 16 * model.d_vocab
+        return machine.micro_batch(pass_rows, bytes_each)
 
     # ---- optimal constants
 
@@ -165,9 +176,10 @@ class Experiment:
         names = [site.name for site in group]
         means = self.values.means(group, family=family)
         tables = {
-            start: self.values.constants(ABLATIONS[start], family, group)
-            for start in self.settings.starts
+            str(r): self.values.constants(r, family, group) for r in self.settings.start_rules
         }
+        if CLOSED in self.settings.starts:
+            tables[CLOSED] = closed_form.constants(self.values, group, family, self.settings.seed)
         if family != "shared":
             tables["shared"] = self.constants(group, "shared").tensors
         rows = [means[name].rows(family) for name in names]
@@ -204,7 +216,8 @@ class Experiment:
                 "components": [site.name for site in group],
                 "family": family,
                 "metric": self.trained_metric,
-            },
+            }
+            | self.closed_version,
             version=VERSION,
             key=f"{family}_{self.trained_metric}_layer={group[0].layer}",
         )
@@ -260,7 +273,8 @@ class Experiment:
                 "family": job.family,
                 "part": self.part,
                 "metric": self.metric,
-            },
+            }
+            | (self.closed_version if job.ablation.trained else {}),
             version=VERSION,
             key="_".join(word for word in words if word),
         )
@@ -294,6 +308,9 @@ class Experiment:
             forward, step = _at(timed, group[0].layer)
             looks = n_train * (starts + (family != "shared") + s.steps / s.look_every)
             total += len(group) * (looks * forward + s.steps * (s.batch or n_train) * step)
+            if CLOSED in s.starts:  # a forward for all of the group, and a backward for each score
+                passes = forward + closed_form.SCORES * (step - forward)
+                total += min(n_train, closed_form.MOST) * passes
         n_sites = len({site.name for group in groups for site in group})
         machine.announce(
             f"{n_sites} components: about {machine.duration(total)} for what is not stored yet, if "
@@ -397,7 +414,7 @@ def component_gaps(
     _choose("family", families, FAMILIES)
     _choose("part", [part], PARTS)
     trained = any(rule.trained for rule in rules)
-    starts = [find_ablation(start) for start in settings.starts] if trained else []
+    starts = settings.start_rules if trained else []
     for needed in (part, "train"):
         getattr(task, needed)  # raises where a part is empty
     for rule in [*rules, *starts]:
@@ -438,8 +455,8 @@ def optimal_constants(
     """
     sites = _sites(model, components)
     _choose("family", [family], FAMILIES)
-    for start in settings.starts:
-        find_ablation(start).check(task)
+    for rule in settings.start_rules:
+        rule.check(task)
     experiment = Experiment(model, task, metric, settings)
     answers = {}
     for group in machine.progress(groups_of(sites), desc=f"{len(sites)} constants"):

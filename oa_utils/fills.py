@@ -359,20 +359,26 @@ class TaskValues:
             return [activation_fill(self.prompts(part, ablation, draw)) for draw in draws]
         return [self.constant_fill(self.constants(ablation, family, sites), family, part)]
 
+    def rows_at(
+        self, family: str, part: str, rows: Int[Tensor, " b"], length: int, n_rows: int
+    ) -> Int[Tensor, "#b pos"]:
+        """Which of a family's rows each position of these prompts takes: position i takes row
+        min(i, P−1), and i counts from the last token where the family does."""
+        places = torch.arange(length)[None]
+        if family == "from_end":
+            places = self.part(part).last[rows, None] - places
+        return places.clamp(0, n_rows - 1)
+
     def constant_fill(
         self, table: dict[str, Float[Tensor, "P dim"]], family: str, part: str
     ) -> ComponentFill:
-        """Constants of a family in the prompts of a part: position i takes row min(i, P−1), and i
-        counts from the last token where the family does."""
-        last = self.part(part).last if family == "from_end" else None
+        """Constants of a family in the prompts of a part."""
 
         def at(layer: int, rows: Tensor) -> SiteFill:
             def fill(site: Site, value: Tensor) -> Tensor:
                 constants = table[site.name].to(value.device)
-                places = torch.arange(value.shape[1])[None]
-                if last is not None:
-                    places = last[rows, None] - places
-                return constants[places.clamp(0, len(constants) - 1).to(value.device)]
+                places = self.rows_at(family, part, rows, value.shape[1], len(constants))
+                return constants[places.to(value.device)]
 
             return fill
 

@@ -419,6 +419,10 @@ class Model:
             resid = self.block(layer, resid, edit)
         return resid
 
+    def graph_bytes(self, tokens: int, start: int = 0) -> int:
+        """About what the blocks from `start` on keep of so many tokens for their backward pass."""
+        return 4 * tokens * (self.n_layers - start) * (14 * self.d_model + 4 * self.d_mlp)
+
     def finish(
         self,
         resid: Float[Tensor, "batch pos d"],

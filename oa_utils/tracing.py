@@ -329,8 +329,7 @@ class Prompts:
         model = self.model
         columns = PASS_COLUMNS if model.device.type == "cpu" else 64 * PASS_COLUMNS
         if torch.is_grad_enabled():  # a column keeps so many bytes for the backward pass
-            kept_bytes = 4 * model.n_layers * (14 * model.d_model + 4 * model.d_mlp)
-            columns = machine.micro_batch(columns, kept_bytes)
+            columns = machine.micro_batch(columns, model.graph_bytes(1))
         size = max(1, columns // (len(windows) * self.width(rows)))
         in_order = rows[self.reach[rows].argsort(stable=True)]
         for chunk in in_order.split(size):

@@ -283,9 +283,21 @@ def test_the_manual_circuit_is_measured_where_the_graph_is_gpt2_smalls(tokenizer
 
 # ---- variants, estimators, spoofing
 
+PLAN = study.Study(
+    n=24, lam=(0.1,), lam_few=(0.1,), shares=(), shares_oa=(), options=OPTIONS, gap_options=GAP
+)
+
+
+def test_a_study_leaves_out_searches_under_mean_and_resample_alone(masked, ioi):
+    methods = ("ugs", "hcgs")
+    whole = replace(PLAN, methods=methods).grid(masked.graph, ioi)
+    assert set(whole) == {(method, way) for method in methods for way in study.WAYS}
+    less = replace(PLAN, methods=methods, not_few=("hcgs",)).grid(masked.graph, ioi)
+    assert set(whole) - set(less) == {("hcgs", "mean"), ("hcgs", "resample")}
+
 
 def test_variants_change_one_thing_each(masked, ioi, tmp_path):
-    table = study.variants(masked, ioi, 0.1, OPTIONS, GAP)
+    table = study.variants(masked, ioi, PLAN)
     assert list(table.index) == list(study.VARIANTS)
     assert table.cost.to_numpy() == pytest.approx(table.gap + 0.1 * table.n_edges)
     for way in ("optimal", "counterfactual"):
@@ -300,8 +312,10 @@ def test_variants_change_one_thing_each(masked, ioi, tmp_path):
 
 
 def test_variants_of_a_task_without_counterfactuals_are_those_of_oa(masked, other):
-    table = study.variants(masked, other, 0.1, OPTIONS, GAP)
+    table = study.variants(masked, other, PLAN)
     assert list(table.index) == [name for name in study.VARIANTS if name.startswith("OA")]
+    fewer = replace(PLAN, variants=study.MAIN_VARIANTS)
+    assert list(study.variants(masked, other, fewer).index) == list(study.MAIN_VARIANTS[:2])
     assert study.option_claims(table, other) == []
 
 

@@ -69,6 +69,13 @@ VARIANTS = {
     "HCGS, CF: right stretch": ("hcgs", "counterfactual", {}),
     "HCGS, CF: released stretch": ("hcgs", "counterfactual", {"released": True}),
 }
+MAIN_VARIANTS = (  # those that the paper makes statements about
+    "OA: as in the paper",
+    "OA: constants along all edges",
+    "CF: as in the paper",
+    "CF: random start",
+    "CF: variance window",
+)
 NARROW = 1.25  # fronts that meet over less than this factor decide nothing
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -88,6 +95,8 @@ class Study:
     seeded: tuple[str, ...] = ("ugs", "hcgs")  # these searches
     most_hcgs: int = 3  # prices for HCGS
     methods: tuple[str, ...] = ("ugs", "hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks")
+    not_few: tuple[str, ...] = ()  # of these, left out under mean and resample
+    variants: tuple[str, ...] = tuple(VARIANTS)  # of the searches, tried one at a time
 
     @property
     def middle(self) -> float:
@@ -106,6 +115,8 @@ class Study:
             few = way in ("mean", "resample")
             searched_under_cf = way == "optimal" and task.counterfactual is None
             for method in self.methods:
+                if few and method in self.not_few:
+                    continue
                 if METHODS[method].trains:
                     grid[method, way] = self.lam_few if few else self.lam
                     if method == "hcgs":
@@ -171,6 +182,7 @@ def study(model: Model, task_name: str) -> Study:
     }
     every = ("ugs", "hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks")
     fast = tuple(method for method in every if method != "acdc")
+    everything = tuple(VARIANTS)
     only_ugs = ("ugs", "eap", "eap_ig_masks")
     # a run of ACDC at the level of edges runs a large model for every one of its edges
     level = choose(model, test="edge", small="edge", default="vertex", paper="edge")
@@ -214,6 +226,10 @@ def study(model: Model, task_name: str) -> Study:
             default=only_ugs if is_gt else every,
             paper=every,
         ),
+        not_few=choose(model, test=(), small=(), default=("hcgs", "acdc"), paper=()),
+        variants=choose(
+            model, test=everything, small=everything, default=MAIN_VARIANTS, paper=everything
+        ),
     )
 
 
@@ -254,22 +270,16 @@ def manual_gaps(
     return pd.DataFrame(rows).assign(source=masked.model.name)
 
 
-def variants(
-    masked: MaskedModel,
-    task: Task,
-    lam: float,
-    options: Options,
-    gap_options: Mapping[str, Any],
-    seed: int = 0,
-) -> pd.DataFrame:
-    """A row for each of `VARIANTS` that the task allows, found and measured like the circuits of
-    a front; `cost` is Δ + λ edges."""
+def variants(masked: MaskedModel, task: Task, study: Study, seed: int = 0) -> pd.DataFrame:
+    """A row for each of the study's variants that the task allows, at its middle price, found and
+    measured like the circuits of a front; `cost` is Δ + λ edges."""
+    lam = study.middle
     wanted = {
-        name: (Wanted(method, ablation, lam, seed), {**options.get(method, {}), **change})
+        name: (Wanted(method, ablation, lam, seed), {**study.options.get(method, {}), **change})
         for name, (method, ablation, change) in VARIANTS.items()
-        if ablation in ways(task)
+        if name in study.variants and ablation in ways(task)
     }
-    one = partial(_variant, task=task, gap_options=gap_options)
+    one = partial(_variant, task=task, gap_options=study.gap_options)
     rows = models.each(one, masked.model, wanted.values(), desc="variants")
     table = pd.DataFrame(rows, index=pd.Index(wanted, name="variant"))
     vertices = [len(sweep_circuit(masked, row).vertices) for row in table.itertuples()]
