@@ -144,6 +144,15 @@ def test_pairs_are_judged_over_prompts_with_their_number_in_mind():
     assert study.worse(study.against_optimal(table)).component.tolist() == ["a0.h0"]
 
 
+def test_the_closed_form_is_set_against_training():
+    table = long(anchors())
+    near = study.closed_form(table, long(anchors() * 1.05), n=20)
+    far = study.closed_form(table, long(anchors() * 1.5), n=20)
+    assert near.measured == pytest.approx(1.05)
+    assert far.measured == pytest.approx(1.5)
+    assert (near.holds, far.holds) == (True, False)
+
+
 def test_without_counterfactuals_there_are_no_claims_on_them():
     """Any task: what needs CF is left out, the rest is there."""
     plain = anchors().drop(columns=["counterfactual", "cf_mean"])
@@ -176,10 +185,12 @@ def test_the_finding_says_where_no_component_is_live():
 # ---- what is published
 
 
-def published(model_name: str, part: str, task: str = "ioi") -> pd.DataFrame:
-    """Published gaps of every component, one row for each ablation and family."""
+def published(model_name: str, part: str, task: str = "ioi", trained: bool = True) -> pd.DataFrame:
+    """Published gaps of every component, one row for each ablation and family; constants with steps
+    of training or without."""
     rows = store.results(model_name, "single_components")
     rows = rows[(rows.task == task) & (rows.part == part) & (rows.metric == "kl")]
+    rows = rows[(rows.steps > 0) == trained]
     by_size = rows.components.map(len).argsort(kind="stable")
     # where a component was run twice: with its layer
     return rows.iloc[by_size].drop_duplicates(["component", "ablation", "family"], keep="last")
@@ -216,6 +227,9 @@ def test_published_claims_follow_from_the_published_results(name):
     means = table.mean()
     others = means[[way for way in study.TOTAL if way in means]]
     again["single.mean_gap.optimal"] = means.optimal - others.min()
+    closed = published(name, "test", trained=False)
+    if len(closed):
+        again["single.closed_form"] = study.closed_form(rows, closed, n=10).measured
     stored = {c.id: c.measured for c in claims.published(name) if c.id.startswith("single.")}
     assert stored.pop("single.proposition1") >= 0
     assert set(again) == set(stored)
