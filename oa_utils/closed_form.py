@@ -22,6 +22,7 @@ from oa_utils.sites import BlockValues, Site
 VERSION = 1
 SCORES = 8  # tokens that stand for all: the likeliest ones, and one drawn from the others
 MOST = 512  # train prompts
+MOST_BYTES = 1e9  # of the slopes of a component as wide as the stream: fewer prompts otherwise
 RIDGES = (0.1, 1.0, 10.0, 100.0)  # in units of the mean square of a row
 HELD = 4  # every so many prompts one is held out, to choose among ridges
 
@@ -77,12 +78,14 @@ def slopes(
     scores: int,
     seed: int = 0,
 ) -> dict[str, Slopes]:
-    """Of components of one layer, over the train prompts (the first MOST)."""
+    """Of components of one layer, over the first train prompts, MOST or as many as fit."""
     model = values.model
     layer = sites[0].layer
     prompts = values.prompts("train")
-    n = min(MOST, len(prompts))
     scores = min(scores, model.d_vocab)
+    n_rows = max(len(start) for start in starts.values())
+    fitting = int(MOST_BYTES // (4 * scores * n_rows * model.d_model))
+    n = max(1, min(MOST, len(prompts), fitting))
     draws = torch.rand(n, generator=machine.generator(seed))
     found = {
         site.name: Slopes(torch.zeros(n, scores, *starts[site.name].shape), torch.zeros(n, scores))
