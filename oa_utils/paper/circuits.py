@@ -161,7 +161,7 @@ def study(model: Model, task_name: str) -> Study:
     large = (3e-3, 1e-3, 3e-4)
     paper = (2e-2, 1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5)
     lam = choose(model, test=(0.02,), small=small, default=large, paper=paper)
-    steps = choose(model, test=3, small=1200, default=150, paper=6000)
+    steps = choose(model, test=3, small=400 if is_gt else 600, default=150, paper=6000)
     pace = choose(
         model,
         test={"prompts": 4, "masks": 3},
@@ -169,12 +169,12 @@ def study(model: Model, task_name: str) -> Study:
         default={"prompts": 12, "masks": 1},
         paper={"prompts": 5, "masks": 12},
     )
-    # logits of all edges: the authors' starts ablate a quarter or half of them at once; with few
-    # steps that leaves a large model nothing to learn from, and a search under OA collapses now
-    # and then; a start of 3 ablates a twentieth
+    # logits of all edges: the authors' starts ablate a quarter or half of them at once, which
+    # leaves a large model nothing to learn from in so few steps; here a twentieth
     authors = {"ugs": 1.0, "hcgs": 0.0}
-    most_kept = {"ugs": 3.0, "hcgs": 3.0}
-    start = choose(model, test=authors, small=most_kept, default=most_kept, paper=authors)
+    start = choose(
+        model, test=authors, small=authors, default={"ugs": 3.0, "hcgs": 3.0}, paper=authors
+    )
     pruning = {
         "steps": choose(model, test=3, small=600, default=150, paper=3000),
         "prompts": choose(model, test=4, small=12, default=12, paper=32),
@@ -212,7 +212,7 @@ def study(model: Model, task_name: str) -> Study:
         gap_options=choose(
             model,
             test={"steps": 2, "batch": 8, "look_every": 2},
-            small={"steps": 400 if is_gt else 600, "batch": 8, "look_every": 200, "draws": 2},
+            small={"steps": steps, "batch": 8, "look_every": 200, "draws": 2},
             default={"steps": 300, "batch": 8, "look_every": 100, "draws": 1, "look_prompts": 64},
             paper={"steps": 10_000, "batch": 75, "look_every": 1000},
         ),
@@ -270,16 +270,16 @@ def manual_gaps(
     return pd.DataFrame(rows).assign(source=masked.model.name)
 
 
-def variants(masked: MaskedModel, task: Task, study: Study, seed: int = 0) -> pd.DataFrame:
-    """A row for each of the study's variants that the task allows, at its middle price, found and
+def variants(masked: MaskedModel, task: Task, plan: Study, seed: int = 0) -> pd.DataFrame:
+    """A row for each of the plan's variants that the task allows, at its middle price, found and
     measured like the circuits of a front; `cost` is Δ + λ edges."""
-    lam = study.middle
+    lam = plan.middle
     wanted = {
-        name: (Wanted(method, ablation, lam, seed), {**study.options.get(method, {}), **change})
+        name: (Wanted(method, ablation, lam, seed), {**plan.options.get(method, {}), **change})
         for name, (method, ablation, change) in VARIANTS.items()
-        if name in study.variants and ablation in ways(task)
+        if name in plan.variants and ablation in ways(task)
     }
-    one = partial(_variant, task=task, gap_options=study.gap_options)
+    one = partial(_variant, task=task, gap_options=plan.gap_options)
     rows = models.each(one, masked.model, wanted.values(), desc="variants")
     table = pd.DataFrame(rows, index=pd.Index(wanted, name="variant"))
     vertices = [len(sweep_circuit(masked, row).vertices) for row in table.itertuples()]
