@@ -3,8 +3,8 @@
 Where a component changes little, KL(full ‖ ablated) is half the square of how the log-probabilities
 change, token by token, each by its probability; and they change linearly with what is put in the
 component's place. So the constant that loses least solves a ridge regression. A forward and a few
-backward passes of each prompt serve all components of a layer at once, where training takes
-hundreds for each of them. Where a component changes much, this is a place to start from.
+backward passes of each prompt serve all components of a layer at once, where training takes dozens
+for each of them. Where a component changes much, this is a place to start from.
 """
 
 from collections.abc import Callable, Sequence

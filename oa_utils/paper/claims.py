@@ -396,9 +396,8 @@ def _markdown_row(id: str, by_model: dict[str, Claim], models: Sequence[str]) ->
 def _by_chance(claims: Sequence[Claim]) -> str:
     decided = [claim for claim in claims if claim.holds is not None and not claim.exact]
     return (
-        f"{len(decided)} verdicts come from 95 % intervals: up to "
-        f"{WRONG_BY_CHANCE * len(decided):.0f} of them are to be expected wrong by chance "
-        "(one end of an interval is passed so often)."
+        f"{len(decided)} verdicts come from 95 % intervals: if every truth lay just at its bound, "
+        f"{WRONG_BY_CHANCE * len(decided):.1f} of them would be wrong by chance; fewer, if not."
     )
 
 

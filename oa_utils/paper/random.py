@@ -1,4 +1,4 @@
-"""Paper, appendix F.12: does OA invent circuits? The circuit that was found against random ones
+"""Paper, appendix F.13: does OA invent circuits? The circuit that was found against random ones
 of its size."""
 
 from __future__ import annotations
