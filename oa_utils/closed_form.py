@@ -7,7 +7,7 @@ backward passes of each prompt serve all components of a layer at once, where tr
 for each of them. Where a component changes much, this is a place to start from.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,24 +15,28 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from oa_utils import machine
-from oa_utils.fills import TaskValues
+from oa_utils.fills import PositionMeans, TaskValues
 from oa_utils.models import Model, exact
 from oa_utils.sites import BlockValues, Site
 
 VERSION = 1
 SCORES = 8  # tokens that stand for all: the likeliest ones, and one drawn from the others
 MOST = 512  # train prompts
-MOST_BYTES = 1e9  # of the slopes of a component as wide as the stream: fewer prompts otherwise
+MOST_BYTES = machine.MEMORY / 3  # of the regressions that are made side by side
 RIDGES = (0.1, 1.0, 10.0, 100.0)  # in units of the mean square of a row
 HELD = 4  # every so many prompts one is held out, to choose among ridges
 
 
-class Slopes(NamedTuple):
-    """The weighted log-probabilities of a prompt's tokens, to first order: they change by `offset`
-    if the start is put in a component's place, and by row · move more where a constant moves."""
+class Regression(NamedTuple):
+    """How weighted log-probabilities change, to first order: by `offset` if the start is put in a
+    component's place, and by row · move more if the constant moves from there. Half the sum of
+    their squares is a prompt's KL."""
 
     rows: Float[Tensor, "n score P dim"]
     offset: Float[Tensor, "n score"]
+
+
+# ---- how the prediction changes with the components' values
 
 
 def together(
@@ -49,10 +53,11 @@ def together(
         change[site.stage] = change[site.stage] + moved - getattr(block, site.stage)
     if sites[0].stage == "before":
         return model.finish(block.before + change["before"], block.layer, last)
-    stream = block.behind
     if any(site.stage == "between" for site in sites):
         entered = block.between + change["between"]
         stream = entered + block.block.mlp(entered)
+    else:
+        stream = block.behind
     return model.finish(stream + change["behind"], block.layer + 1, last)
 
 
@@ -71,109 +76,169 @@ def weights_of(
 
 
 def slopes(
+    model: Model,
+    block: BlockValues,
+    sites: Sequence[Site],
+    last: Int[Tensor, " b"],
+    scores: int,
+    u: Float[Tensor, " b"],
+) -> list[Float[Tensor, "b score pos _"]]:
+    """How the weighted log-probabilities change with the value of each component."""
+    with torch.no_grad():  # what is computed on the way to the components
+        values = {site.name: block.value(site).float() for site in sites}
+        for site in sites:
+            getattr(block, site.stage)
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
+    logp = together(model, block, sites, lambda site, value: leaves[site.name], last)
+    logp = logp.clamp(min=torch.finfo(logp.dtype).min)  # -inf times a weight of 0 is no number
+    tokens, weights = weights_of(logp, scores, u)
+    weighted = (weights * logp.gather(1, tokens)).sum(0)
+    inputs = list(leaves.values())
+    by_score = [torch.autograd.grad(score, inputs, retain_graph=True) for score in weighted]
+    return [torch.stack(of_site, dim=1) for of_site in zip(*by_score, strict=True)]
+
+
+# ---- the regression
+
+
+def by_row(
+    slope: Float[Tensor, "b score pos dim"], at: Int[Tensor, "b pos"], n_rows: int
+) -> Float[Tensor, "b score P dim"]:
+    """Slopes for constants: those of all positions that take the same row, added up."""
+    total = slope.new_zeros(*slope.shape[:2], n_rows, slope.shape[-1])
+    examples = torch.arange(len(slope), device=slope.device)
+    for place in range(slope.shape[2]):
+        total[examples, :, at[:, place]] += slope[:, :, place]
+    return total
+
+
+def regressions(
     values: TaskValues,
     sites: Sequence[Site],
     starts: dict[str, Float[Tensor, "P dim"]],
     family: str,
+    chosen: Int[Tensor, " chosen"],
     scores: int,
     seed: int = 0,
-) -> dict[str, Slopes]:
-    """Of components of one layer, over the first train prompts, MOST or as many as fit."""
+) -> dict[str, Regression]:
+    """Of components of one layer, by name, over the train prompts that are chosen."""
     model = values.model
     layer = sites[0].layer
     prompts = values.prompts("train")
-    scores = min(scores, model.d_vocab)
-    n_rows = max(len(start) for start in starts.values())
-    fitting = int(MOST_BYTES // (4 * scores * n_rows * model.d_model))
-    n = max(1, min(MOST, len(prompts), fitting))
-    draws = torch.rand(n, generator=machine.generator(seed))
-    found = {
-        site.name: Slopes(torch.zeros(n, scores, *starts[site.name].shape), torch.zeros(n, scores))
+    draws = torch.rand(len(prompts), generator=machine.generator(seed + 1))
+    answer = {
+        site.name: Regression(
+            torch.zeros(len(chosen), scores, *starts[site.name].shape),
+            torch.zeros(len(chosen), scores),
+        )
         for site in sites
     }
-    [order] = prompts.chunks(n, torch.arange(n))
+    [order] = prompts.chunks(len(chosen), chosen)
 
     def of_some(span: slice) -> None:
         rows = order[span]
-        with torch.no_grad():  # what is computed on the way to the components
-            block = prompts.block(layer, rows)
-            for site in sites:
-                block.value(site)
-                getattr(block, site.stage)
-        size = len(rows)
-        device = block.before.device
-        moves = {
-            name: torch.zeros(size, *start.shape, device=device, requires_grad=True)
-            for name, start in starts.items()
-        }
-        shares = {
-            name: torch.zeros(size, 1, 1, device=device, requires_grad=True) for name in starts
-        }
+        block = prompts.block(layer, rows)
+        place = torch.searchsorted(chosen, rows)
+        by_site = slopes(model, block, sites, prompts.last[rows], scores, draws[rows])
+        for site, slope in zip(sites, by_site, strict=True):
+            start = starts[site.name].to(slope)
+            length = slope.shape[2]
+            at = values.rows_at(family, "train", rows, length, len(start)).to(slope.device)
+            at = at.expand(len(rows), -1)
+            change = (start[at] - block.value(site).float())[:, None]
+            regression = answer[site.name]
+            regression.rows[place] = by_row(slope, at, len(start)).cpu()
+            regression.offset[place] = (slope * change).sum((2, 3)).cpu()
 
-        def fill(site: Site, value: Tensor) -> Tensor:
-            start = starts[site.name]
-            at = values.rows_at(family, "train", rows, value.shape[1], len(start)).expand(size, -1)
-            start = start.to(value)[at]
-            move = moves[site.name][torch.arange(size)[:, None], at]
-            return value + move + shares[site.name] * (start - value)
-
-        logp = together(model, block, sites, fill, prompts.last[rows])
-        tokens, weights = weights_of(logp, scores, draws[rows])
-        leaves = [*moves.values(), *shares.values()]
-        for i in range(scores):
-            score = (weights[:, i] * logp.gather(1, tokens[:, i : i + 1])[:, 0]).sum()
-            gradients = torch.autograd.grad(score, leaves, retain_graph=i < scores - 1)
-            for j, name in enumerate(starts):
-                found[name].rows[rows, i] = gradients[j].float().cpu()
-                found[name].offset[rows, i] = gradients[len(starts) + j].flatten().float().cpu()
-
-    size = machine.micro_batch(
-        n, model.graph_bytes(prompts.tokens.shape[1], layer) + 12 * model.d_vocab
-    )
-    for _ in machine.in_spans(n, size, of_some):
+    length = prompts.tokens.shape[1]
+    width = sum(site.dim for site in sites)
+    bytes_each = model.graph_bytes(length, layer) + 32 * model.d_vocab
+    bytes_each += 4 * (scores + 2) * length * width
+    size = machine.micro_batch(min(len(chosen), prompts.pass_rows), bytes_each)
+    for _ in machine.in_spans(len(chosen), size, of_some):
         pass
-    return found
+    return answer
+
+
+def some_prompts(
+    model: Model, n: int, n_rows: int, scores: int, seed: int = 0
+) -> Int[Tensor, " chosen"]:
+    """Numbers of at most MOST of n prompts, drawn at random, in order; fewer where the regression
+    of a component as wide as the stream would not fit: the same for all components."""
+    fitting = int(MOST_BYTES // (4 * scores * n_rows * model.d_model))
+    few = max(1, min(n, MOST, fitting))
+    return torch.randperm(n, generator=machine.generator(seed))[:few].sort().values
 
 
 def ridge(
-    rows: Float[Tensor, "n D"], target: Float[Tensor, " n"], level: float
-) -> Float[Tensor, " D"]:
-    """The x with the least |rows x − target|² + level · mean |row|² · |x|²."""
+    rows: Float[Tensor, "n D"], target: Float[Tensor, " n"], levels: Sequence[float]
+) -> list[Float[Tensor, " D"]]:
+    """For each level, the x with the least |rows x − target|² + level · mean |row|² · |x|²."""
     n, width = rows.shape
-    added = level * rows.square().sum().item() / n
     primal = width <= n
     square = exact(rows.T @ rows if primal else rows @ rows.T)
-    square.diagonal().add_(max(added, 1e-30))
-    right = exact(rows.T @ target if primal else target)
-    solved = torch.cholesky_solve(right[:, None], torch.linalg.cholesky(square))[:, 0]
-    return solved.to(rows) if primal else rows.T @ solved.to(rows)
+    right = exact(rows.T @ target if primal else target)[:, None]
+    unit = max(rows.square().sum().item() / n, 1e-30)
+    answers = []
+    for level in levels:
+        added = torch.full((len(square),), level * unit, dtype=square.dtype, device=square.device)
+        factor = torch.linalg.cholesky(square + added.diag())
+        solved = torch.cholesky_solve(right, factor)[:, 0].to(rows)
+        answers.append(solved if primal else rows.T @ solved)
+    return answers
 
 
-def solve(found: Slopes, spread: Float[Tensor, " dim"]) -> Float[Tensor, "P dim"]:
-    """How far the best constant is from the start, in a ridge that held-out prompts choose; rows
-    count in units of the component's spread."""
-    n, scores, n_rows, _ = found.rows.shape
-    rows = (found.rows * spread).flatten(2)
-    target = -found.offset
+def solve(regression: Regression, spread: Float[Tensor, " dim"]) -> Float[Tensor, "P dim"]:
+    """How far the best constant is from the start, with the ridge that is best on held-out prompts;
+    moves count in units of the component's spread. Where a slope is no number: nowhere."""
+    n, _, n_rows, _ = regression.rows.shape
+    rows = (regression.rows * spread).flatten(2)
+    target = -regression.offset
+    if not (rows.isfinite().all() and target.isfinite().all()):
+        return torch.zeros_like(regression.rows[0, 0])
     held = torch.arange(n) % HELD == HELD - 1
+    level = RIDGES[-1]
+    if held.any():
+        tried = ridge(rows[~held].flatten(0, 1), target[~held].flatten(), RIDGES)
+        losses = [(rows[held] @ x - target[held]).square().sum().item() for x in tried]
+        level = RIDGES[losses.index(min(losses))]
+    [best] = ridge(rows.flatten(0, 1), target.flatten(), [level])
+    return best.unflatten(0, (n_rows, -1)) * spread
 
-    def loss(level: float) -> float:
-        x = ridge(rows[~held].flatten(0, 1), target[~held].flatten(), level)
-        return (rows[held] @ x - target[held]).square().sum().item()
 
-    level = min(RIDGES, key=loss) if held.any() else RIDGES[-1]
-    x = ridge(rows.flatten(0, 1), target.flatten(), level)
-    return x.unflatten(0, (n_rows, -1)) * spread
+def side_by_side(
+    sites: Sequence[Site], n_rows: int, n: int, scores: int
+) -> Iterator[tuple[Site, ...]]:
+    """Components in turn, as many at once as have regressions that fit into memory."""
+    some: list[Site] = []
+    for site in sites:
+        width = sum(other.dim for other in some) + site.dim
+        if some and 4 * n * scores * n_rows * width > MOST_BYTES:
+            yield tuple(some)
+            some = []
+        some.append(site)
+    yield tuple(some)
 
 
 def constants(
-    values: TaskValues, sites: Sequence[Site], family: str, seed: int = 0
+    values: TaskValues,
+    sites: Sequence[Site],
+    family: str,
+    means: dict[str, PositionMeans],
+    seed: int = 0,
 ) -> dict[str, Float[Tensor, "P dim"]]:
-    """The constants that lose least to second order, of components of one layer, by name."""
-    means = values.means(sites, family=family)
+    """The constants that lose least to second order, of components of one layer, by name; `means`
+    are the components' over the train prompts, in the family's order."""
+    model = values.model
+    scores = min(SCORES, model.d_vocab)
     starts = {site.name: means[site.name].rows(family) for site in sites}
-    found = slopes(values, sites, starts, family, SCORES, seed)
-    return {
-        name: start + solve(found[name], means[name].std.cpu().clamp(min=1e-6)).to(start)
-        for name, start in starts.items()
-    }
+    n_rows = max(len(start) for start in starts.values())
+    chosen = some_prompts(model, len(values.part("train")), n_rows, scores, seed)
+    best = {}
+    for some in side_by_side(sites, n_rows, len(chosen), scores):
+        regressed = regressions(values, some, starts, family, chosen, scores, seed)
+        for site in some:
+            spread = means[site.name].std.cpu().clamp(min=1e-6)
+            move = solve(regressed.pop(site.name), spread)
+            best[site.name] = starts[site.name] + move.to(starts[site.name])
+    return best

@@ -13,7 +13,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -306,10 +306,8 @@ class TaskValues:
     def __init__(self, model: Model, task: Task):
         self.model = model
         self.task = task
+        self.part = cache(partial(getattr, task))  # of the task, by name
         self.prompts = cache(self._prompts)
-
-    def part(self, name: str) -> Task:
-        return getattr(self.task, name)
 
     def _prompts(self, part: str, rule: Ablation | None = None, draw: int = 0) -> CleanPrompts:
         """A part's prompts, or those that an ablation lays under them."""

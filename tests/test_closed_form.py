@@ -26,19 +26,15 @@ def task(model):
     return make_task(model, 400)
 
 
-def starts_of(values, sites, family):
-    means = values.means(sites, family=family)
-    return {name: each.rows(family) for name, each in means.items()}
-
-
 def test_the_squares_of_all_tokens_are_the_kl_of_a_small_change(model, task):
-    """Score by score and prompt by prompt, where every token is a score."""
+    """Prompt by prompt, where every token is a score."""
     values = TaskValues(model, task)
     [site] = sites = [find("a1.h2", model)]
-    starts = starts_of(values, sites, "position")
-    found = closed_form.slopes(values, sites, starts, "position", model.d_vocab)[site.name]
+    means = values.means(sites)
+    starts = {site.name: means[site.name].rows("position")}
     prompts = values.prompts("train")
     rows = torch.arange(len(prompts))
+    found = closed_form.regressions(values, sites, starts, "position", rows, model.d_vocab)
     block = prompts.block(site.layer, rows)
     full = values.part("train").log_probs(model)
     constant_fill = values.constant_fill(starts, "position", "train")(site.layer, rows)
@@ -50,9 +46,10 @@ def test_the_squares_of_all_tokens_are_the_kl_of_a_small_change(model, task):
     with torch.no_grad():
         logp = closed_form.together(model, block, sites, fill, prompts.last)
     want = stats.kl(full.double(), logp.double())
-    got = (share * found.offset).square().sum(1) / 2
+    got = (share * found[site.name].offset).square().sum(1) / 2
     assert want.mean() > 1e-8
-    assert got.sum() == pytest.approx(want.sum().item(), rel=0.05)
+    strong = want > want.median()
+    assert torch.allclose(got[strong].double(), want[strong], rtol=0.1)
 
 
 def test_few_scores_add_up_to_all_of_them_on_average():
@@ -73,7 +70,9 @@ def test_the_ridge_is_the_textbooks(n, width):
     target = torch.randn(n, generator=machine.generator(1))
     added = 0.3 * rows.square().sum(1).mean()
     want = torch.linalg.solve(rows.T @ rows + added * torch.eye(width), rows.T @ target)
-    assert torch.allclose(closed_form.ridge(rows, target, 0.3), want, atol=1e-4)
+    [got, none] = closed_form.ridge(rows, target, [0.3, 1e9])
+    assert torch.allclose(got, want, atol=1e-4)
+    assert none.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("family", ["position", "shared"])
@@ -85,8 +84,10 @@ def test_a_planted_constant_is_found(family):
     spread = torch.tensor([0.5, 1.0, 2.0])
     planted = torch.randn(n_rows, 3, generator=generator) * spread
     offset = -(rows * planted).sum((2, 3))
-    found = closed_form.solve(closed_form.Slopes(rows, offset), spread)
+    found = closed_form.solve(closed_form.Regression(rows, offset), spread)
     assert torch.allclose(found, planted, atol=0.05)
+    offset[3, 1] = torch.nan
+    assert (closed_form.solve(closed_form.Regression(rows, offset), spread) == 0).all()
 
 
 @pytest.mark.parametrize("family", ["position", "shared"])
@@ -110,33 +111,62 @@ def test_where_little_changes_it_gains_what_training_gains(family, monkeypatch):
 
 
 def test_the_history_says_where_a_constant_came_from(model, task):
-    trained = optimal_constants(model, task, SOME, steps=0, starts=["mean", "closed_form"])
-    starts = {how["start"] for _, how in trained.values()}
-    assert starts <= {"mean", "closed_form", "shared"}
-    assert starts & {"closed_form", "shared"}
+    closed = {"family": "shared", "steps": 0, "starts": ["mean", "closed_form"]}
+    trained = optimal_constants(model, task, SOME, **closed)
+    assert "closed_form" in {how["start"] for _, how in trained.values()}
 
 
 def test_parts_of_any_size_give_the_same_constants(model, task, monkeypatch):
     sites = [find(name, model) for name in SOME]
-    whole = closed_form.constants(TaskValues(model, task), sites, "position")
+
+    def constants(sites):
+        values = TaskValues(model, task)
+        return closed_form.constants(values, sites, "position", values.means(sites))
+
+    whole = constants(sites)
+    assert torch.equal(constants(sites[:1])["a1.h2"], whole["a1.h2"])
     monkeypatch.setattr(machine, "micro_batch", lambda n, *_: min(n, 7))
-    parts = closed_form.constants(TaskValues(model, task), sites, "position")
-    alone = closed_form.constants(TaskValues(model, task), sites[:1], "position")
-    for name, constant in whole.items():
-        assert torch.allclose(parts[name], constant, atol=1e-3, rtol=1e-3)
-    assert torch.allclose(alone["a1.h2"], whole["a1.h2"], atol=1e-3, rtol=1e-3)
+    monkeypatch.setattr(closed_form, "side_by_side", lambda sites, *_: [(site,) for site in sites])
+    for name, constant in constants(sites).items():
+        assert torch.allclose(constant, whole[name], atol=1e-3, rtol=1e-3)
 
 
-def test_what_changes_the_models_input_has_a_closed_form_too(model, task):
-    table = component_gaps(
-        model,
-        task,
-        ["tok", "m0"],
-        ["mean", "optimal"],
-        "shared",
-        steps=0,
-        part="train",
-        starts=["mean", "closed_form"],
-    )
-    gaps = table.pivot(index="component", columns="ablation", values="gap")
-    assert (gaps["optimal"] <= gaps["mean"] + 1e-6).all()
+def test_components_are_taken_side_by_side_as_far_as_they_fit(model, monkeypatch):
+    sites = [find(name, model) for name in ("a1.h0", "a1.h1", "m1", "a1.h2")]  # 8, 8, 32, 8 wide
+    monkeypatch.setattr(closed_form, "MOST_BYTES", 4 * 10 * 3 * 2 * 20)
+    parts = closed_form.side_by_side(sites, n_rows=2, n=10, scores=3)
+    assert [[site.name for site in part] for part in parts] == [
+        ["a1.h0", "a1.h1"],
+        ["m1"],
+        ["a1.h2"],
+    ]
+
+
+def test_few_prompts_are_drawn_at_random_where_not_all_fit(model, monkeypatch):
+    assert closed_form.some_prompts(model, 100, 5, 8).tolist() == list(range(100))
+    monkeypatch.setattr(closed_form, "MOST", 40)
+    some = closed_form.some_prompts(model, 100, 5, 8).tolist()
+    assert len(set(some)) == 40 and some == sorted(some) and some[-1] > 60
+    monkeypatch.setattr(closed_form, "MOST_BYTES", 7 * 4 * 8 * 5 * model.d_model)
+    assert len(closed_form.some_prompts(model, 100, 5, 8)) == 7
+
+
+def test_another_version_names_other_runs_of_constants_only(model, task, monkeypatch):
+    ask = {"steps": 0, "starts": ["mean", "closed_form"], "families": "shared"}
+    ways = ["mean", "optimal"]
+    component_gaps(model, task, "a1.h2", ways, **ask)
+    called = []
+    whole = closed_form.constants
+    monkeypatch.setattr(closed_form, "constants", lambda *given: called.append(1) or whole(*given))
+    component_gaps(model, task, "a1.h2", ways, **ask)
+    assert not called
+    monkeypatch.setattr(closed_form, "VERSION", 99)
+    component_gaps(model, task, "a1.h2", "mean", **ask)
+    assert not called
+    component_gaps(model, task, "a1.h2", ways, **ask)
+    assert called
+
+
+def test_the_label_metric_refuses_it(model, task):
+    with pytest.raises(ValueError, match="loses least KL.*label"):
+        component_gaps(model, task, "a1.h2", "optimal", metric="label", starts=["closed_form"])

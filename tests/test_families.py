@@ -4,6 +4,7 @@ model, and what experiments rest on holds on all of them."""
 import copy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from conftest import families_script, tokens_of
 from toys import task_of
 
 import oa_utils as oa
-from oa_utils import models, stats
+from oa_utils import closed_form, machine, models, stats
 from oa_utils.faithfulness import after, before
-from oa_utils.fills import Constants
+from oa_utils.fills import Constants, TaskValues
 from oa_utils.lenses import KINDS, MeanLens, read
 from oa_utils.models import recording, wrap
 from oa_utils.sites import CleanPrompts, find
@@ -196,6 +197,47 @@ def test_gaps_of_components(model):
     )
     wide = table.pivot(index="component", columns="ablation", values="gap")
     assert (wide > 0).all(axis=None) and wide.loc["a1.h2", "mean"] < wide.loc["a1", "mean"]
+
+
+@pytest.mark.parametrize("rows", ["position", "shared", "by_position", "from_end"])
+def test_the_closed_form_stands_on_the_slopes_of_the_prediction(double, rows):
+    """Prompt by prompt and token by token, for every kind of component, by finite differences."""
+    task = toy_task(double, 12, LENGTH)
+    task = replace(task, last=torch.arange(12) % 5 + LENGTH - 5)
+    values = TaskValues(double, task)
+    prompts = values.prompts("train")
+    every = torch.arange(len(prompts))
+    draws = torch.rand(len(every), generator=machine.generator(1))
+    tokens, weights = closed_form.weights_of(values.part("train").log_probs(double), 4, draws)
+    rng = machine.generator(2)
+    plane = oa.Subspace("m1", torch.randn(3, double.d_model, generator=rng))
+    for group in ([*COMPONENTS[:4], plane], COMPONENTS[4:]):
+        sites = [find(component, double) for component in group]
+        means = values.means(sites, family=rows)
+        starts = {name: mean.rows(rows) for name, mean in means.items()}
+        regressions = closed_form.regressions(values, sites, starts, rows, every, scores=4)
+        block = prompts.block(sites[0].layer, every)
+        for site in sites:
+            start = starts[site.name]
+            move = torch.randn(start.shape, generator=rng)
+            share = 0.3
+            at = values.rows_at(rows, "train", every, LENGTH, len(start))
+            change = share * (start[at] - block.value(site)) + move[at]
+
+            def weighted(step, block=block, site=site, change=change):
+                def fill(_, value):
+                    return value + step * change
+
+                with torch.no_grad():
+                    logp = closed_form.together(double, block, [site], fill, prompts.last)
+                return weights * logp.gather(1, tokens)
+
+            step = 1e-4  # a larger one crosses the bends of a ReLU, a smaller one drowns in norms
+            want = (weighted(step) - weighted(-step)) / (2 * step)
+            regression = regressions[site.name]
+            got = (regression.rows * move).sum((2, 3)) + share * regression.offset
+            assert want.norm() > 1e-3
+            assert (got - want).norm() < 0.03 * want.norm(), site.name
 
 
 # ---- circuits

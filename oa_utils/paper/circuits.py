@@ -98,6 +98,10 @@ class Study:
     not_few: tuple[str, ...] = ()  # of these, left out under mean and resample
     variants: tuple[str, ...] = tuple(VARIANTS)  # of the searches, tried one at a time
 
+    def __post_init__(self):
+        if unknown := [name for name in self.variants if name not in VARIANTS]:
+            raise ValueError(f"variant {unknown[0]!r}: there are {', '.join(VARIANTS)}")
+
     @property
     def middle(self) -> float:
         """The price at which searches are looked at closely."""
@@ -556,6 +560,8 @@ def budget_check(
     grid = study.grid(masked.graph, chosen)
     rows = []
     for method in methods:
+        if (method, way) not in grid:
+            raise ValueError(f"the study has no {method} under {way} on '{masked.model.name}'")
         values = grid[method, way][:3]
         fronts = []
         for options in (study.options.get(method, {}), doubled(study.options.get(method, {}))):
@@ -744,7 +750,7 @@ def option_claims(tried: pd.DataFrame, task: Task) -> list[Claim]:
     }
     listed = []
     for name, (words, rule) in said.items():
-        if f"CF: {name}" not in tried.index:
+        if not {"CF: as in the paper", f"CF: {name}"} <= set(tried.index):
             continue
         usual, changed = tried.loc["CF: as in the paper"], tried.loc[f"CF: {name}"]
         prices = [row.asked * row.n_edges for row in (changed, usual)]

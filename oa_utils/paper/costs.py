@@ -74,8 +74,8 @@ class Clock:
         return sum(waiting[1:]) + max(0.0, running - elapsed)
 
     def save(self, fresh: bool = False) -> None:
-        """Keeps what the cells cost: in a fresh run, where nothing was loaded, what they took;
-        else one whose results were loaded costs what computing them did before."""
+        """Keeps what the cells cost: in a run that could load nothing, what they took; else one
+        whose results were loaded costs what computing them did before."""
         pairs = zip(self.cells, self.taken, strict=True)
         before = {} if fresh else self.expected
         seconds = {cell: max(taken, before.get(cell, 0.0)) for cell, taken in pairs}

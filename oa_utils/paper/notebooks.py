@@ -54,10 +54,15 @@ def without_messages(notebook: NotebookNode) -> None:
 
 
 def execute(
-    path: Path, model: str, budget: str, environment: dict[str, str] | None = None
+    path: Path,
+    model: str,
+    budget: str,
+    environment: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> NotebookNode:
     """The notebook with the outputs of a run in a kernel of its own; the file stays as it is. What
-    it stands on is listed in the store, see `store.publish`."""
+    it stands on is listed in the store, see `store.publish`; `fresh` says that the store is
+    empty."""
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     for cell in notebook.cells:
@@ -108,7 +113,7 @@ def execute(
                 "stored is kept, OA_JOBS=1 takes less"
             ) from None
     if is_kept:
-        clock.save(fresh=os.environ.get("FRESH") == "1")
+        clock.save(fresh)
     without_messages(notebook)
     notebook.metadata.pop("widgets", None)
     notebook.metadata.get("language_info", {}).pop("version", None)
@@ -150,7 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
         budget = machine.budget()
     except ValueError as error:
         parser.error(str(error))
-    if os.environ.get("FRESH") == "1":
+    fresh = os.environ.get("FRESH") == "1"
+    if fresh:
         own = [OWN_MODELS[path.stem] for path in paths if path.stem in OWN_MODELS]
         for name in dict.fromkeys([name_of(model), *own]):
             moved = move_aside(name, budget)
@@ -160,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     for path in map(Path.resolve, paths):
         start = time.monotonic()
         try:
-            notebook = execute(path, model, budget)
+            notebook = execute(path, model, budget, fresh=fresh and path == paths[0].resolve())
         except NotebookFailed as error:
             print(error)
             failed += 1
