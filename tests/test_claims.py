@@ -235,7 +235,7 @@ def test_the_list_counts_by_chapter_and_fits_the_terminal(capsys, monkeypatch):
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert max(map(len, lines)) <= 60
-    assert "up to 0 of them" in " ".join(out.split())
+    assert "0.1 of them would be wrong by chance" in " ".join(out.split())
     assert lines[0] == "single_components · gpt2 · 1 ✓  0 ✗  0 –"
     assert "circuits_ioi · tiny · 0 ✓  1 ✗  1 –" in lines
     assert lines.index("circuits_ioi · tiny · 0 ✓  1 ✗  1 –") > 5
