@@ -439,13 +439,14 @@ def finding(table: pd.DataFrame, model_name: str) -> str:
 
 def discussion(listed: Sequence[Claim]) -> str:
     """Each claim that does not hold or is undecided, with what may be behind it, as Markdown."""
-    layers = "a shallow model has few layers to tell apart"
+    few = "few settings may lie above noise, and few layers be there to tell apart"
     whys = {
         "tracing.peak": "the two corruptions may give these layers much the same effect here",
-        "tracing.single": "one layer alone may do much the same with either corruption",
-        "tracing.quiet": f"{layers}, and a window around a quiet one may reach into a loud one",
-        "tracing.share": layers,
-        "tracing.entropy": layers,
+        "tracing.single": "one layer alone may do next to nothing where several share the work",
+        "tracing.quiet": "a shallow model has few layers to tell apart, and a window around a "
+        "quiet one may reach into a loud one",
+        "tracing.share": few,
+        "tracing.entropy": few,
         "tracing.last_subject": "it may depend on how many tokens the subjects have, and on how "
         "much of a name its last token gives away",
         "tracing.removed": "the rest of the prompt may give the answer away",
