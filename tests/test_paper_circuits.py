@@ -296,6 +296,14 @@ def test_a_study_leaves_out_searches_under_mean_and_resample_alone(masked, ioi):
     assert set(whole) - set(less) == {("hcgs", "mean"), ("hcgs", "resample")}
 
 
+def test_a_study_refuses_what_it_does_not_have(masked, ioi):
+    with pytest.raises(ValueError, match="variant 'CF: other'.*CF: random start"):
+        replace(PLAN, variants=("CF: other",))
+    less = replace(PLAN, methods=("ugs", "hcgs"), not_few=("hcgs",))
+    with pytest.raises(ValueError, match="no hcgs under mean"):
+        study.budget_check(masked, ioi, less, "mean", ["hcgs"])
+
+
 def test_variants_change_one_thing_each(masked, ioi, tmp_path):
     table = study.variants(masked, ioi, PLAN)
     assert list(table.index) == list(study.VARIANTS)
