@@ -69,7 +69,7 @@ VARIANTS = {
     "HCGS, CF: right stretch": ("hcgs", "counterfactual", {}),
     "HCGS, CF: released stretch": ("hcgs", "counterfactual", {"released": True}),
 }
-MAIN_VARIANTS = (  # those that the paper makes statements about
+MAIN_VARIANTS = (  # those that claims and a figure of notebook 02 rest on
     "OA: as in the paper",
     "OA: constants along all edges",
     "CF: as in the paper",
