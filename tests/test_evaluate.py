@@ -1,5 +1,6 @@
 """Gaps of circuits, sweeps, random circuits, and estimators of slopes."""
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -391,6 +392,7 @@ BAD_SWEEPS = {
     "grid has no values for eap": {"methods": ["eap"]},
     "price of one edge .*-0.1": {"grid": {"lam": [0.1, -0.1]}},
     "options for 'ucs'": {"options": {"ucs": {"steps": 3}}},
+    "no ablation 'opt'": {"options": {("ugs", "opt"): {"steps": 3}}},
     "unexpected keyword argument 'stepps'": {"options": {"ugs": {"stepps": 3}}},
     "steps must be a whole number, at least 1": {"options": {"ugs": {"steps": 0}}},
     "at most 2": {"options": {"ugs": {"window": 3.0}}},
@@ -452,6 +454,27 @@ def test_what_else_is_in_the_options_makes_no_new_sweep(planted, task, monkeypat
     assert sweep(*asked, options={"ugs": {"steps": 3}}).equals(table)
     with pytest.raises(pytest.fail.Exception):
         sweep(*asked, gap_options={"draws": 2})
+
+
+def test_options_may_differ_by_ablation_and_name_the_sweep(planted, task, tmp_path):
+    asked = (planted, task, ["ugs"], ["counterfactual", "optimal"], {"lam": [0.01]})
+    gap_options = {"steps": 1, "batch": 8}
+
+    usual = {"steps": 3, "prompts": 2}
+    sweep(*asked, options={"ugs": usual, ("ugs", "optimal"): {"steps": 6}}, gap_options=gap_options)
+    runs = [
+        json.loads(path.read_text())["settings"] for path in tmp_path.rglob("search_ugs/*.json")
+    ]
+    assert {run["ablation"]: (run["steps"], run["prompts"]) for run in runs} == {
+        "counterfactual": (3, 2),
+        "optimal": (6, 2),
+    }
+    names = set()
+    for own in ({}, {("ugs", "optimal"): {"steps": 4}}, {("ugs", "optimal"): {"steps": 5}}):
+        names.add(name_of(tmp_path, *asked, options={"ugs": usual, **own}, gap_options=gap_options))
+    other = {"ugs": {"steps": 2, "prompts": 2}, ("ugs", "optimal"): {"steps": 5}}
+    names.add(name_of(tmp_path, *asked, options=other, gap_options=gap_options))
+    assert len(names) == 4
 
 
 def name_of(folder, *asked, **more) -> str:

@@ -328,7 +328,7 @@ def test_variants_of_a_task_without_counterfactuals_are_those_of_oa(masked, othe
 
 
 def test_claims_on_options_hold_and_fail(ioi):
-    cost = {"CF: as in the paper": 1.0, "CF: random start": 2.0, "CF: variance window": 0.5}
+    cost = {"CF: as in the sweep": 1.0, "CF: random start": 2.0, "CF: variance window": 0.5}
     tried = pd.DataFrame(
         {"asked": 0.01, "n_edges": 10, "each": [[x - 0.1, x + 0.1] * 5 for x in cost.values()]},
         index=list(cost),

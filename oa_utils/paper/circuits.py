@@ -27,7 +27,7 @@ from oa_utils.masked import MaskedModel
 from oa_utils.models import Model
 from oa_utils.paper.claims import Claim
 from oa_utils.search import gap, sweep, sweep_circuit, ugs
-from oa_utils.search.sweeps import METHODS, Wanted, find_and_measure
+from oa_utils.search.sweeps import METHODS, Options, Wanted, find_and_measure, options_of
 from oa_utils.search.ugs import SLOWER, UGSSettings, learning_rate
 from oa_utils.tasks import Task
 
@@ -57,10 +57,10 @@ NAMES = {
 }
 # what can be changed in a search, one thing at a time: method, ablation, settings
 VARIANTS = {
-    "OA: as in the paper": ("ugs", "optimal", {}),
+    "OA: as in the sweep": ("ugs", "optimal", {}),
     "OA: constants along all edges": ("ugs", "optimal", {"everywhere": True}),
     "OA: pruning by batch": ("ugs", "optimal", {"pruning": "batch"}),
-    "CF: as in the paper": ("ugs", "counterfactual", {}),
+    "CF: as in the sweep": ("ugs", "counterfactual", {}),
     "CF: random start": ("ugs", "counterfactual", {"noise": 1.0}),
     "CF: variance window": ("ugs", "counterfactual", {"variance": (0.5, 2.0)}),
     "CF: window half as wide": ("ugs", "counterfactual", {"window": 0.5}),
@@ -70,14 +70,13 @@ VARIANTS = {
     "HCGS, CF: released stretch": ("hcgs", "counterfactual", {"released": True}),
 }
 MAIN_VARIANTS = (  # those that claims and a figure of notebook 02 rest on
-    "OA: as in the paper",
+    "OA: as in the sweep",
     "OA: constants along all edges",
-    "CF: as in the paper",
+    "CF: as in the sweep",
     "CF: random start",
     "CF: variance window",
 )
 NARROW = 1.25  # fronts that meet over less than this factor decide nothing
-Options = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Study:
     lam_few: tuple[float, ...]  # the same under mean and resample, which are there for comparison
     shares: tuple[float, ...]  # of all edges: sizes for EAP, EAP-IG and Edge Pruning
     shares_oa: tuple[float, ...]  # the same under OA, where constants are trained for each circuit
-    options: Options  # settings of each search
+    options: Options  # settings of each search, or of (search, ablation) where they differ there
     gap_options: Mapping[str, Any]  # and of the constants of OA, trained after the search
     seeds: int = 1  # under CF and OA, of
     seeded: tuple[str, ...] = ("ugs", "hcgs")  # these searches
@@ -150,9 +149,17 @@ class Study:
         seeds = self.seeds_from(seed)
         return sweep(masked, task, methods, ways(task), grid, seeds, self.options, self.gap_options)
 
+    def options_of(self, method: str, ablation: str) -> dict[str, Any]:
+        return options_of(self.options, method, ablation)
+
     def table(self) -> pd.DataFrame:
         """What each search spends, for the notebook."""
-        rows = {name: dict(given) for name, given in self.options.items()}
+        rows = {}
+        for key, given in self.options.items():
+            if isinstance(key, tuple):
+                given = {**self.options.get(key[0], {}), **given}
+                key = f"{key[0]} under {plots.LABELS[key[1]]}"
+            rows[key] = dict(given)
         rows["gap under OA"] = dict(self.gap_options)
         columns = ["steps", "prompts", "masks", "start", "points", "level", "batch"]
         return pd.DataFrame(rows).T.reindex(columns=columns).fillna("")
@@ -279,7 +286,7 @@ def variants(masked: MaskedModel, task: Task, plan: Study, seed: int = 0) -> pd.
     measured like the circuits of a front; `cost` is Δ + λ edges."""
     lam = plan.middle
     wanted = {
-        name: (Wanted(method, ablation, lam, seed), {**plan.options.get(method, {}), **change})
+        name: (Wanted(method, ablation, lam, seed), plan.options_of(method, ablation) | change)
         for name, (method, ablation, change) in VARIANTS.items()
         if name in plan.variants and ablation in ways(task)
     }
@@ -564,7 +571,8 @@ def budget_check(
             raise ValueError(f"the study has no {method} under {way} on '{masked.model.name}'")
         values = grid[method, way][:3]
         fronts = []
-        for options in (study.options.get(method, {}), doubled(study.options.get(method, {}))):
+        usual = study.options_of(method, way)
+        for options in (usual, doubled(usual)):
             given = {method: options}
             asked = {method: values}
             seeds = [seed + i for i in range(3 if METHODS[method].trains else 1)]
@@ -750,9 +758,9 @@ def option_claims(tried: pd.DataFrame, task: Task) -> list[Claim]:
     }
     listed = []
     for name, (words, rule) in said.items():
-        if not {"CF: as in the paper", f"CF: {name}"} <= set(tried.index):
+        if not {"CF: as in the sweep", f"CF: {name}"} <= set(tried.index):
             continue
-        usual, changed = tried.loc["CF: as in the paper"], tried.loc[f"CF: {name}"]
+        usual, changed = tried.loc["CF: as in the sweep"], tried.loc[f"CF: {name}"]
         prices = [row.asked * row.n_edges for row in (changed, usual)]
 
         def cost(a: ndarray, b: ndarray, prices: list[float] = prices) -> float:

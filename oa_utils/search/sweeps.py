@@ -38,6 +38,13 @@ def collected_methods() -> dict[str, Method]:
 
 
 METHODS = collected_methods()
+Options = Mapping[Any, Mapping[str, Any]]  # settings by method, or by (method, ablation)
+
+
+def options_of(options: Options, method: str, ablation: Any) -> dict[str, Any]:
+    """What a method is to be run with under an ablation: settings given for the two together come
+    before those for the method."""
+    return {**options.get(method, {}), **options.get((method, ablation), {})}
 
 
 class Wanted(NamedTuple):
@@ -55,19 +62,19 @@ class Wanted(NamedTuple):
         trained = find_ablation(self.ablation).trained
         return "counterfactual" if trained and not METHODS[self.method].trains else self.ablation
 
-    def arguments(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def arguments(self, options: Options) -> dict[str, Any]:
         aim = METHODS[self.method].aim
         is_size = aim == "n_edges" and self.value == int(self.value)
         value = int(self.value) if is_size else self.value
         given = {"ablation": self.searched, "seed": self.seed, aim: value}
-        return given | dict(options.get(self.method, {}))
+        return given | options_of(options, self.method, self.ablation)
 
 
 def find_and_measure(
     model: Model,
     wanted: Wanted,
     task: Task,
-    options: Mapping[str, Mapping[str, Any]],
+    options: Options,
     gap_options: Mapping[str, Any],
     level: str = "edge",
 ) -> dict[str, Any]:
@@ -124,12 +131,16 @@ def _check_sweep(
     masked: MaskedModel,
     task: Task,
     circuits: list[Wanted],
-    options: Mapping[str, Mapping[str, Any]],
+    options: Options,
     gap_options: Mapping[str, Any],
 ) -> None:
     """Everything that could be wrong is found before the first circuit."""
-    if unknown := [name for name in options if name not in METHODS]:
-        raise ValueError(f"options for {unknown[0]!r}: methods are {', '.join(METHODS)}")
+    for key in options:
+        name, *ablation = key if isinstance(key, tuple) else (key,)
+        if name not in METHODS:
+            raise ValueError(f"options for {name!r}: methods are {', '.join(METHODS)}")
+        for one in ablation:
+            find_ablation(one)
     metrics.check_metric(GapSettings(**gap_options).metric, task)
     for wanted in circuits:
         method = METHODS[wanted.method]
@@ -141,9 +152,7 @@ def _check_sweep(
             method.check(masked, task, **arguments)
 
 
-def _settings(
-    masked: MaskedModel, task: Task, wanted: Wanted, options: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def _settings(masked: MaskedModel, task: Task, wanted: Wanted, options: Options) -> dict[str, Any]:
     """All settings of a method in a sweep, defaults included, but for what `Wanted` names."""
     method = METHODS[wanted.method]
     arguments = wanted.arguments(options)
@@ -165,7 +174,7 @@ def sweep(
     ablations: Iterable[str],
     grid: Mapping[Any, Sequence[float]],
     seeds: Iterable[int] | Mapping[Any, Sequence[int]] = (0,),
-    options: Mapping[str, Mapping[str, Any]] | None = None,
+    options: Options | None = None,
     gap_options: Mapping[str, Any] | None = None,
     metric: str | None = None,
 ) -> pd.DataFrame:
@@ -177,7 +186,8 @@ def sweep(
     `grid` gives the values of λ, or of n_edges for eap, eap_ig and edge_pruning, by (method,
     ablation), by method, or by `"lam"` and `"n_edges"`; a method that stands there with some
     ablations runs under these only. `seeds` are for all, or by (method, ablation) with those of
-    the others under None. `options` are settings by method, `gap_options` those of `gap`.
+    the others under None. `options` are settings by method, or by (method, ablation) what differs
+    there; `gap_options` are those of `gap`.
     What is stored is not computed again, so a sweep that was killed goes on. Under `optimal`, ACDC
     and EAP take the circuit found under `counterfactual` (column `searched`).
     `sweep_circuit(masked, row)` makes a row's circuit.
@@ -202,7 +212,7 @@ def sweep(
         )
         return {"rows": models.each(one, masked.model, circuits, desc="circuits")}
 
-    one_of_each = {wanted.method: wanted for wanted in reversed(circuits)}
+    one_of_each = {_with_own(options, wanted): wanted for wanted in reversed(circuits)}
     result = store.run(
         "sweeps",
         None,
@@ -211,7 +221,7 @@ def sweep(
         task=task,
         inputs={
             "circuits": [list(wanted) for wanted in circuits],
-            "versions": {name: METHODS[name].version for name in one_of_each},
+            "versions": {w.method: METHODS[w.method].version for w in circuits},
             "settings": {
                 name: _settings(masked, task, wanted, options)
                 for name, wanted in one_of_each.items()
@@ -223,6 +233,14 @@ def sweep(
         key=f"{task.name}_n={len(task)}_{len(circuits)}-circuits",
     )
     return result.frame()
+
+
+def _with_own(options: Options, wanted: Wanted) -> str:
+    """The name under which a circuit's settings are found: its method, and its ablation where that
+    has settings of its own."""
+    if (wanted.method, wanted.ablation) in options:
+        return f"{wanted.method} {wanted.ablation}"
+    return wanted.method
 
 
 def sweep_circuit(masked: MaskedModel, row: Any) -> Circuit:
