@@ -186,6 +186,10 @@ def study(model: Model, task_name: str) -> Study:
     start = choose(
         model, test=authors, small=authors, default={"ugs": 3.0, "hcgs": 3.0}, paper=authors
     )
+    # constants that train along need more steps (the authors: twice as many), and some short
+    # searches that start with many edges ablated never come back
+    longer = {"steps": 4 * steps, "start": 3.0}
+    under_oa = choose(model, test={}, small=longer, default={}, paper={})
     pruning = {
         "steps": choose(model, test=3, small=600, default=150, paper=3000),
         "prompts": choose(model, test=4, small=12, default=12, paper=32),
@@ -219,7 +223,8 @@ def study(model: Model, task_name: str) -> Study:
             "edge_pruning": pruning,
             "eap_ig": {"points": choose(model, test=5, small=10, default=10, paper=20)},
             "eap_ig_masks": {"points": 5},
-        },
+        }
+        | ({("ugs", "optimal"): under_oa, ("hcgs", "optimal"): under_oa} if under_oa else {}),
         gap_options=choose(
             model,
             test={"steps": 2, "batch": 8, "look_every": 2},
