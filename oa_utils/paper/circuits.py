@@ -186,9 +186,9 @@ def study(model: Model, task_name: str) -> Study:
     start = choose(
         model, test=authors, small=authors, default={"ugs": 3.0, "hcgs": 3.0}, paper=authors
     )
-    # constants that train along need more steps (the authors: twice as many), and some short
+    # constants that train along need more steps (twice as many, as the authors), and some short
     # searches that start with many edges ablated never come back
-    longer = {"steps": 4 * steps, "start": 3.0}
+    longer = {"steps": 2 * steps, "start": 3.0}
     under_oa = choose(model, test={}, small=longer, default={}, paper={})
     pruning = {
         "steps": choose(model, test=3, small=600, default=150, paper=3000),
