@@ -32,7 +32,7 @@ STAGES = {
     "hidden": "behind",
     "mlp": "behind",
 }
-KEPT_COPIES = 16  # a clean stream is kept where so many of it would fit into memory
+KEPT_COPIES = 4  # a clean stream is kept where so many of it would fit into memory
 
 
 @dataclass(frozen=True, eq=False)

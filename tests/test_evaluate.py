@@ -24,6 +24,7 @@ from oa_utils.search import (
     eap_ig,
     gap,
     gaps,
+    loop,
     random_circuits,
     sweep,
     sweep_circuit,
@@ -32,6 +33,7 @@ from oa_utils.search import (
 )
 from oa_utils.search.estimators import EstimatorSettings, Slopes, estimator_errors
 from oa_utils.search.shared import masked_of
+from oa_utils.search.ugs import UGSSettings
 from oa_utils.store import Snapshots
 
 QUICK = {"steps": 40, "batch": 8, "look_every": 10}
@@ -287,6 +289,26 @@ def test_rate_of_constants_follows_the_number_of_steps():
     rates = [gaps.GapSettings(steps=steps).rate for steps in (100, 1000, 10_000, 20_000)]
     assert rates == pytest.approx([0.05, 0.02, 0.002, 0.002])
     assert gaps.GapSettings(steps=100, lr=0.3).rate == 0.3
+
+
+def test_constants_of_deep_models_take_shorter_steps_unless_a_rate_is_given():
+    shallow = gaps.GapSettings(steps=300)
+    assert shallow.suited(6) is shallow
+    assert shallow.suited(30).lr == pytest.approx(0.0125)
+    assert gaps.GapSettings(steps=10_000).suited(30).lr is None
+    assert gaps.GapSettings(steps=300, lr=0.3).suited(30).lr == 0.3
+    search = UGSSettings("optimal", steps=150)
+    assert search.suited(6) is search
+    assert search.suited(30).lr_constants == pytest.approx(0.0125)
+    assert UGSSettings("optimal", steps=150, lr_constants=0.3).suited(30).lr_constants == 0.3
+
+
+def test_a_search_under_optimal_ablation_says_the_rate_it_took(dense, monkeypatch):
+    monkeypatch.setattr(loop, "largest_rate", lambda n_layers: 1e-3)
+    task = make_task(dense.model, 16)
+    brief = {"steps": 2, "prompts": 2, "masks": 2}
+    assert ugs(dense, task, "optimal", **brief).settings["lr_constants"] == 1e-3
+    assert ugs(dense, task, "mean", **brief).settings["lr_constants"] is None
 
 
 @pytest.mark.parametrize("metric", ["label", "logit_diff"])

@@ -229,7 +229,7 @@ def study(model: Model, task_name: str) -> Study:
             model,
             test={"steps": 2, "batch": 8, "look_every": 2},
             small={"steps": steps, "batch": 8, "look_every": 200, "draws": 2},
-            default={"steps": 300, "batch": 8, "look_every": 100, "draws": 1, "look_prompts": 64},
+            default={"steps": 400, "batch": 8, "look_every": 100, "draws": 1, "look_prompts": 64},
             paper={"steps": 10_000, "batch": 75, "look_every": 1000},
         ),
         seeds=choose(model, test=1, small=3, default=1, paper=3),

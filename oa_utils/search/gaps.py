@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from oa_utils.search.shared import (
     check_search,
     check_start,
     in_parts,
+    largest_rate,
     named_start,
     scaled_rate,
     whole,
@@ -38,7 +39,8 @@ FAMILIES = ("shared", "position")  # of the constants of a circuit
 @dataclass(frozen=True)
 class GapSettings:
     steps: int = 400  # of Adam, for the constants of `optimal`
-    lr: float | None = None  # falls to a tenth; None: as in the paper, more for fewer steps
+    # falls to a tenth; None: as in the paper, more for fewer steps, less for many layers
+    lr: float | None = None
     batch: int = 8  # train prompts in a step
     look_every: int | Sequence[int] = 100  # steps between two looks, or the steps of all looks
     look_prompts: int = 256  # train prompts looked at; the best constants seen there are kept
@@ -64,6 +66,11 @@ class GapSettings:
     def rate(self) -> float:
         """The paper trains 10,000 steps at 0.002."""
         return self.lr if self.lr is not None else scaled_rate(0.002, 10_000, self.steps, 0.05)
+
+    def suited(self, n_layers: int) -> GapSettings:
+        """With a rate that a model of so many layers can take, where none is given."""
+        most = largest_rate(n_layers)
+        return replace(self, lr=most) if self.lr is None and self.rate > most else self
 
     @property
     def looks(self) -> set[int]:
@@ -251,6 +258,8 @@ def gap(
             f"this circuit is of {circuit.graph}, the masked model of {masked.graph}; make "
             f"MaskedModel(model, level={circuit.graph.level!r})"
         )
+    if rule.trained:
+        settings = settings.suited(model.n_layers)
 
     def compute(snapshots: Snapshots) -> tuple[dict, dict[str, Tensor]]:
         numbers = {"method": circuit.method, "n_edges": circuit.n_edges, "curve": []}

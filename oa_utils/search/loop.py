@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from oa_utils.search.shared import (
     check_search,
     check_start,
     kept_edges,
+    largest_rate,
     scaled_rate,
     stored_circuit,
     whole,
@@ -70,12 +71,19 @@ class LoopSettings:
         if self.pruning not in PRUNING:
             raise ValueError(f"pruning is one of {', '.join(PRUNING)}, not {self.pruning!r}")
 
+    @property
+    def rate_of_constants(self) -> float:
+        """The authors' 0.002 for 6,000 steps; shorter runs take as much larger a rate."""
+        if self.lr_constants is not None:
+            return self.lr_constants
+        return scaled_rate(0.002, 6000, self.steps, MOST_RATE)
 
-def constants_rate(settings: LoopSettings) -> float:
-    """The authors' 0.002 for 6,000 steps; shorter runs take as much larger a rate."""
-    if settings.lr_constants is not None:
-        return settings.lr_constants
-    return scaled_rate(0.002, 6000, settings.steps, MOST_RATE)
+    def suited(self, n_layers: int) -> LoopSettings:
+        """With a rate of constants that a model of so many layers can take, where none is given."""
+        most = largest_rate(n_layers)
+        if self.lr_constants is None and self.rate_of_constants > most:
+            return replace(self, lr_constants=most)
+        return self
 
 
 def price(
@@ -163,7 +171,7 @@ class Trainer(Training):
             self.constants = Constants(*(part.clone().requires_grad_() for part in start))
             for name, part in self.constants._asdict().items():
                 self.parameters[f"constants.{name}"] = part
-            groups.append({"params": list(self.constants), "lr": constants_rate(settings)})
+            groups.append({"params": list(self.constants), "lr": settings.rate_of_constants})
         else:
             self.fill = edge_fill(masked, task, ablation, "train", settings.seed)
         self.optimiser = torch.optim.AdamW(groups, weight_decay=0.0)
@@ -295,6 +303,8 @@ def train_circuit(
     histograms of θ, and θ."""
     check_search(masked, task, settings.ablation)
     check_start(constants, settings.ablation)
+    if find_ablation(settings.ablation).trained:
+        settings = settings.suited(masked.graph.n_layers)
 
     def compute(snapshots: Snapshots) -> tuple[dict, dict[str, Tensor]]:
         distribution = sampler(masked.graph, settings)

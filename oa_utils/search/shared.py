@@ -51,6 +51,12 @@ def scaled_rate(rate: float, its_steps: int, steps: int, most: float) -> float:
     return max(rate, min(most, rate * its_steps / max(1, steps)))
 
 
+def largest_rate(n_layers: int) -> float:
+    """Of constants of a model of so many layers: all of them step together, so the more there are,
+    the shorter their steps must be (measured on 30 layers, see benchmarks/README.md)."""
+    return 0.375 / n_layers
+
+
 def whole(least: int, **values: Any) -> None:
     """Refuses settings that are no whole numbers from `least` on."""
     for name, value in values.items():
