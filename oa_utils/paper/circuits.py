@@ -202,7 +202,7 @@ def study(model: Model, task_name: str) -> Study:
     # a run of ACDC at the level of edges runs a large model for every one of its edges
     level = choose(model, test="edge", small="edge", default="vertex", paper="edge")
     return Study(
-        n=choose(model, test=24, small=2048, default=1024, paper=10_000),
+        n=choose(model, test=24, small=2048, default=2048, paper=10_000),
         lam=lam,
         lam_few=choose(model, test=lam, small=lam[1:3], default=large, paper=lam),
         shares=choose(
