@@ -284,7 +284,14 @@ def test_the_manual_circuit_is_measured_where_the_graph_is_gpt2_smalls(tokenizer
 # ---- variants, estimators, spoofing
 
 PLAN = study.Study(
-    n=24, lam=(0.1,), lam_few=(0.1,), shares=(), shares_oa=(), options=OPTIONS, gap_options=GAP
+    n=24,
+    lam=(0.1,),
+    lam_oa=(0.1,),
+    lam_few=(0.1,),
+    shares=(),
+    shares_oa=(),
+    options=OPTIONS,
+    gap_options=GAP,
 )
 
 

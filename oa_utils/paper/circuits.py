@@ -85,6 +85,7 @@ class Study:
 
     n: int  # prompts: half to search, a tenth to choose settings, the others to measure
     lam: tuple[float, ...]  # prices of an edge for UGS, HCGS and ACDC, large first
+    lam_oa: tuple[float, ...]  # the same under OA, where circuits of a price are smaller
     lam_few: tuple[float, ...]  # the same under mean and resample, which are there for comparison
     shares: tuple[float, ...]  # of all edges: sizes for EAP, EAP-IG and Edge Pruning
     shares_oa: tuple[float, ...]  # the same under OA, where constants are trained for each circuit
@@ -110,6 +111,12 @@ class Study:
         shares = self.shares_oa if way == "optimal" else self.shares
         return [round(share * len(graph)) for share in shares]
 
+    def prices(self, way: str) -> tuple[float, ...]:
+        """Of an edge, for searches that train under this ablation."""
+        return {"optimal": self.lam_oa, "mean": self.lam_few, "resample": self.lam_few}.get(
+            way, self.lam
+        )
+
     def grid(self, graph: Graph, task: Task) -> dict[tuple[str, str], Sequence[float]]:
         """Prices or sizes for every search under every ablation that the task allows."""
         answers = all((ids >= 0).any(-1).all() for ids in (task.right, task.wrong))
@@ -121,7 +128,7 @@ class Study:
                 if few and method in self.not_few:
                     continue
                 if METHODS[method].trains:
-                    grid[method, way] = self.lam_few if few else self.lam
+                    grid[method, way] = self.prices(way)
                     if method == "hcgs":
                         grid[method, way] = grid[method, way][: self.most_hcgs]
                 elif searched_under_cf or (method in ("eap", "eap_ig") and not answers):
@@ -204,6 +211,9 @@ def study(model: Model, task_name: str) -> Study:
     return Study(
         n=choose(model, test=24, small=2048, default=2048, paper=10_000),
         lam=lam,
+        lam_oa=choose(
+            model, test=lam, small=(*small[1:], small[-1] / 3), default=large, paper=paper
+        ),
         lam_few=choose(model, test=lam, small=lam[1:3], default=large, paper=lam),
         shares=choose(
             model,
