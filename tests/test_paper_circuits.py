@@ -362,7 +362,7 @@ def test_claims_on_estimators_hold_and_fail(ioi):
 
 def test_spoofing_compares_tasks(masked, ioi, greater_than):
     options = {"ugs": {**PACE, "noise": 1.0}}
-    plan = study.Study(12, (0.1,), (0.1,), (0.2,), (0.2,), options, GAP)
+    plan = study.Study(12, (0.1,), (0.1,), (0.1,), (0.2,), (0.2,), options, GAP)
     table = study.spoofing(masked, {ioi: plan, greater_than: plan})
     assert list(table.index) == ["ioi", "gt"]
     assert table.paper["ioi"] > 2 * table.paper["gt"], "the paper, on the authors' numbers"
@@ -405,7 +405,7 @@ def test_constants_by_position_are_searched_and_measured(masked, ioi):
 def test_budgets_are_checked_on_the_validation_part(masked, tmp_path):
     task = tasks.ioi(masked.model, 40)
     options = {"eap_ig_masks": {"points": 2}}
-    plan = study.Study(40, (0.1,), (0.1,), (0.2, 0.5, 0.9), (0.5,), options, GAP)
+    plan = study.Study(40, (0.1,), (0.1,), (0.1,), (0.2, 0.5, 0.9), (0.5,), options, GAP)
     table = study.budget_check(masked, task, plan, "counterfactual", ["eap_ig_masks"])
     assert len(table) == 3
     assert table.moved.notna().all()
