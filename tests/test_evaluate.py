@@ -311,6 +311,17 @@ def test_a_search_under_optimal_ablation_says_the_rate_it_took(dense, monkeypatc
     assert ugs(dense, task, "mean", **brief).settings["lr_constants"] is None
 
 
+def test_gap_takes_no_larger_rate_than_the_model_can(dense, monkeypatch):
+    task = make_task(dense.model, 16)
+    brief = {"steps": 4, "batch": 2, "look_every": 4}
+    usual = gap(dense, task, half(dense), "optimal", **brief)
+    slow = gap(dense, task, half(dense), "optimal", lr=1e-3, **brief)
+    monkeypatch.setattr(gaps, "largest_rate", lambda n_layers: 1e-3)
+    bounded = gap(dense, task, half(dense), "optimal", **brief)
+    assert torch.equal(bounded.constants.heads, slow.constants.heads)
+    assert not torch.equal(usual.constants.heads, slow.constants.heads)
+
+
 @pytest.mark.parametrize("metric", ["label", "logit_diff"])
 def test_gap_by_answers_is_what_they_lose(dense, metric):
     task = make_task(dense.model, 32)
