@@ -119,9 +119,9 @@ def kmeans(points: Float[Tensor, "n dim"], k: int, rng: torch.Generator) -> Floa
         near = torch.cdist(points, centres).amin(1).square() + 1e-12
         centres = torch.cat([centres, points[torch.multinomial(near, 1, generator=rng)]])
     for _ in range(KMEANS_STEPS):
-        own = torch.cdist(points, centres).argmin(1)
-        for j in own.unique():
-            centres[j] = points[own == j].mean(0)
+        nearest = torch.cdist(points, centres).argmin(1)
+        for j in nearest.unique():
+            centres[j] = points[nearest == j].mean(0)
     return centres
 
 

@@ -347,14 +347,14 @@ def load(path: str | Path, model: Model) -> Lens:
             f"not to '{model.name}' ({model.fingerprint})"
         )
     expected = kind.shapes(model)
-    found = {name: list(value.shape) for name, value in tensors.items()}
-    fit = expected.keys() == found.keys() and all(
-        len(shape) == len(found[name])
-        and all(size in (None, got) for size, got in zip(shape, found[name], strict=True))
+    shapes = {name: list(value.shape) for name, value in tensors.items()}
+    fit = expected.keys() == shapes.keys() and all(
+        len(shape) == len(shapes[name])
+        and all(size in (None, got) for size, got in zip(shape, shapes[name], strict=True))
         for name, shape in expected.items()
     )
     if not fit:
-        raise store.BadFile(f"{path}: a {kind.kind} lens holds {expected}, not {found}")
+        raise store.BadFile(f"{path}: a {kind.kind} lens holds {expected}, not {shapes}")
     if not all(value.is_floating_point() and value.isfinite().all() for value in tensors.values()):
         raise store.BadFile(f"{path} holds numbers that are not finite")
     moved = {name: value.float().to(model.device) for name, value in tensors.items()}
@@ -611,8 +611,8 @@ def _look(state: _State, losses: list[float], optimiser: torch.optim.Optimizer) 
             state.cuts[i] += 1
             for name, value in state.raw.items():
                 value.data[i] = state.kept[name][i]
-            for own in optimiser.param_groups[i]["params"]:
-                optimiser.state[own]["exp_avg"].zero_()
+            for parameter in optimiser.param_groups[i]["params"]:
+                optimiser.state[parameter]["exp_avg"].zero_()
     state.curve.append([state.step, state.best[:]])
 
 

@@ -67,14 +67,14 @@ def in_spans(n: int, size: int, compute: Callable[[slice], Value]) -> Iterator[V
     while waiting:
         span = waiting.pop(0)
         try:
-            found = compute(span)
+            value = compute(span)
         except (MemoryError, RuntimeError) as error:
             middle = (span.start + span.stop) // 2
             if middle == span.start or not is_out_of_memory(error):
                 raise
             waiting[:0] = [slice(span.start, middle), slice(middle, span.stop)]
         else:
-            yield found
+            yield value
 
 
 def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -209,12 +209,12 @@ def _in_worker(
 ) -> Any:
     """One call, with the caller's settings and none of an earlier one, and with the item's name on
     what goes wrong."""
-    here = socket.gethostname()
-    if (here, os.getpid()) != caller:
+    host = socket.gethostname()
+    if (host, os.getpid()) != caller:
         for name in os.environ.get("OA_GIVEN", "").split():
             os.environ.pop(name, None)
         os.environ.update(settings | {"OA_QUIET": "1", "OA_GIVEN": " ".join(settings)})
-        if (here, os.getppid()) == caller:
+        if (host, os.getppid()) == caller:
             end_with_parent(os.getppid())
     threads_before = torch.get_num_threads()
     torch.set_num_threads(n_threads)

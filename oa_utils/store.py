@@ -600,18 +600,18 @@ def load(path: Path, identity: str, budget: str) -> Result | None:
 def records(model_name: str, experiment: str) -> dict[str, Numbers]:
     """Published records of the newest version, by file name."""
     place = published() / slug(model_name) / slug(experiment)
-    found = {path.name: read_record(path) for path in sorted(place.glob("*.json"))}
-    for name, record in found.items():
+    by_name = {path.name: read_record(path) for path in sorted(place.glob("*.json"))}
+    for name, record in by_name.items():
         if not isinstance(record.get("version"), int) or not isinstance(
             record.get("numbers"), dict
         ):
             raise BadFile(f"{place / name} is not a result: it has no version or no numbers")
-    if not found:
+    if not by_name:
         folders = {path.parent.relative_to(published()) for path in published().glob("*/*/*.json")}
         known = ", ".join(sorted(map(str, folders))) or "none yet"
         raise FileNotFoundError(f"no published results in {place}; there are: {known}")
-    newest = max(record["version"] for record in found.values())
-    return {name: record for name, record in found.items() if record["version"] == newest}
+    newest = max(record["version"] for record in by_name.values())
+    return {name: record for name, record in by_name.items() if record["version"] == newest}
 
 
 def results(model_name: str, experiment: str, mixed: bool = False) -> pd.DataFrame:
@@ -620,15 +620,15 @@ def results(model_name: str, experiment: str, mixed: bool = False) -> pd.DataFra
     Results of several models of one name (the column `fingerprint` tells them apart) are refused
     unless `mixed`.
     """
-    found = records(model_name, experiment)
-    models = {record.get("model_fingerprint") for record in found.values()}
+    by_name = records(model_name, experiment)
+    models = {record.get("model_fingerprint") for record in by_name.values()}
     if len(models) > 1 and not mixed:
         raise ValueError(
             f"'{model_name}' has published {experiment} of {len(models)} models of that name "
             f"(fingerprints {', '.join(map(str, models))}); mixed=True gives all of them"
         )
     rows = []
-    for name, record in found.items():
+    for name, record in by_name.items():
         extra = {
             "file": name,
             "fingerprint": record.get("model_fingerprint"),
@@ -671,12 +671,12 @@ def listing(model_name: str, notebook: str) -> Iterator[Path]:
     place = folder("default") / slug(model_name) / USED
     place.mkdir(parents=True, exist_ok=True)
     handle, path = tempfile.mkstemp(dir=place, prefix=f"{notebook}~", suffix=".new")
-    own = Path(path)
+    list_file = Path(path)
     with os.fdopen(handle) as file:
-        yield own
+        yield list_file
         names = set(file.read().split())  # even if another run of the notebook removed the file
-    if own.exists():
-        names |= _listed(own)
+    if list_file.exists():
+        names |= _listed(list_file)
     _write_list(place / f"{notebook}.txt", names)
     for used in place.glob("*.new"):
         if _notebook(used) == notebook:

@@ -203,7 +203,7 @@ def facts(
     files; `table`: facts of one's own, a DataFrame or a CSV file with columns prompt, subject,
     answer (and relation); none of them: the project's own facts.
     """
-    own = rome is None and lre is None and table is None
+    is_ours = rome is None and lre is None and table is None
     table = known_facts(model, rome, lre, table)
     chosen: dict[str, int] = {}  # prompt: its row in the table
     for fact, rows in table.groupby(["relation", "subject"], sort=False):
@@ -235,7 +235,7 @@ def facts(
         prompts=tuple(kept.prompt),
         subject=torch.tensor([subject_span(model, prompt, subject) for prompt, subject in pairs]),
         relation=tuple(kept.relation),
-        of_paper=own,
+        of_paper=is_ours,
         tokenizer=model.tokenizer_hash,
     )
 

@@ -340,8 +340,8 @@ def other_rules(
     rows = []
     for row in table.itertuples():
         delta = gap(masked, task, sweep_circuit(masked, row), "optimal", **gap_options)
-        found = plots.LABELS[row.ablation]
-        line = {"found under": found, "n_edges": row.n_edges, "Δ, its own rule": row.gap}
+        rule = plots.LABELS[row.ablation]
+        line = {"found under": rule, "n_edges": row.n_edges, "Δ, its own rule": row.gap}
         rows.append(line | {"Δ under OA": delta.mean, "se": delta.se})
     return pd.DataFrame(rows)
 
@@ -473,11 +473,11 @@ def compare(
     value = _log_ratio(by_seed)
     if not np.isfinite(value):
         return unknown
-    found = Ratio(float(np.exp(value)), None, None, seeds)
+    result = Ratio(float(np.exp(value)), None, None, seeds)
     if span is not None:
-        found = found._replace(start=float(span[0]), end=float(span[-1]))
+        result = result._replace(start=float(span[0]), end=float(span[-1]))
     if n == 1 or not draws:  # of means alone there is nothing to draw
-        return found
+        return result
     rng = np.random.default_rng(seed)
     drawn = []
     for weights in rng.multinomial(n, even, size=draws) / n:
@@ -486,14 +486,14 @@ def compare(
         drawn.append(_log_ratio(_by_seed(again, grid)))
     finite = np.isfinite(drawn)
     if finite.sum() < draws / 2:
-        return found
+        return result
     over_prompts = np.std(np.array(drawn)[finite])
     over_seeds, t = stats.welch(*by_seed)
-    found = found._replace(error=float(np.hypot(over_prompts, over_seeds)))
-    if found.is_narrow:
-        return found
+    result = result._replace(error=float(np.hypot(over_prompts, over_seeds)))
+    if result.is_narrow:
+        return result
     width = np.hypot(1.96 * over_prompts, t * over_seeds)
-    return found._replace(low=float(np.exp(value - width)), high=float(np.exp(value + width)))
+    return result._replace(low=float(np.exp(value - width)), high=float(np.exp(value + width)))
 
 
 def _without_empty(front: Front) -> Front:
@@ -554,9 +554,9 @@ def ratio_curve(
     sizes = common_range([front.sizes for side in sides for front in side], points)
     rows = []
     for size in [] if sizes is None else sizes:
-        found = compare(table, one, other, at=[size], draws=100)
-        row = {"share": size / n_edges, "ratio": found.value}
-        rows.append(row | {"low": found.low, "high": found.high})
+        result = compare(table, one, other, at=[size], draws=100)
+        row = {"share": size / n_edges, "ratio": result.value}
+        rows.append(row | {"low": result.low, "high": result.high})
     return pd.DataFrame(rows, columns=["share", "ratio", "low", "high"]).astype(float)
 
 
@@ -598,9 +598,9 @@ def budget_check(
         sizes = [front.sizes for side in sides for front in fronts_of(both, *side)]
         common = common_range(sizes, 3)
         for size in [] if common is None else common:
-            found = compare(both, *sides, at=[size])
+            change = compare(both, *sides, at=[size])
             row = {"method": method, "ablation": way, "edges": size}
-            rows.append(row | {"moved": np.log(found.value), "error": found.error})
+            rows.append(row | {"moved": np.log(change.value), "error": change.error})
     return pd.DataFrame(rows, columns=["method", "ablation", "edges", "moved", "error"])
 
 
@@ -618,12 +618,12 @@ def claims(table: pd.DataFrame, task: Task, manual: pd.DataFrame | None = None) 
                 f"{plots.LABELS[ablation]} (ratio below 1)"
             )
             sides = (("ugs", ablation), (other, ablation))
-            said = ratio(paper, *sides)
-            notes = [] if np.isfinite(said) else ["not in the paper"]
+            theirs = ratio(paper, *sides)
+            notes = [] if np.isfinite(theirs) else ["not in the paper"]
             if ablation == "optimal" and not METHODS[other].trains:
                 notes.append("against circuits found under CF")
             id = f"front.{ablation}.{other}"
-            listed.append(_ratio_claim(table, task, id, text, *sides, said, "; ".join(notes)))
+            listed.append(_ratio_claim(table, task, id, text, *sides, theirs, "; ".join(notes)))
     for other in ("counterfactual", "mean", "resample"):
         sides = (("ugs", "optimal"), ("ugs", other))
         note = ""
@@ -634,12 +634,12 @@ def claims(table: pd.DataFrame, task: Task, manual: pd.DataFrame | None = None) 
             f"circuits have lower Δ under OA than under {plots.LABELS[other]} at equal size "
             "(UGS; ratio below 1)"
         )
-        said = ratio(paper, *sides)
-        listed.append(_ratio_claim(table, task, f"ablation.{other}", text, *sides, said, note))
+        theirs = ratio(paper, *sides)
+        listed.append(_ratio_claim(table, task, f"ablation.{other}", text, *sides, theirs, note))
     sides = (("ugs", "counterfactual"), ("acdc", "counterfactual"))
     text = "UGS needs fewer edges than ACDC for equal Δ under CF (ratio of sizes below 1)"
-    said = FEWER_EDGES if task.name == "ioi" else np.nan
-    listed.append(_ratio_claim(table, task, "edges", text, *sides, said, equal="gap"))
+    theirs = FEWER_EDGES if task.name == "ioi" else np.nan
+    listed.append(_ratio_claim(table, task, "edges", text, *sides, theirs, equal="gap"))
     listed.append(_edge_pruning_claim(table, task, paper))
     if manual is not None:
         listed += manual_claims(table, task, manual)
@@ -657,7 +657,7 @@ def _ratio_claim(
     text: str,
     one: tuple[str, str],
     other: tuple[str, str],
-    said: float,
+    theirs: float,
     note: str = "",
     rule: str = "< 1",
     equal: str = "size",
@@ -666,19 +666,19 @@ def _ratio_claim(
     fronts = set(zip(table.method, table.ablation, strict=True))
     if one not in fronts or other not in fronts:
         return None
-    found = compare(table, one, other, equal)
-    notes = [note, *_whole_vertices(table, one, other), span_words(found, equal)]
-    if not np.isfinite(found.value):
-        notes = [span_words(found, equal)]
+    result = compare(table, one, other, equal)
+    notes = [note, *_whole_vertices(table, one, other), span_words(result, equal)]
+    if not np.isfinite(result.value):
+        notes = [span_words(result, equal)]
     return Claim(
         f"circuits_{short_name(task)}.{id}",
         text,
-        _number(said),
-        _number(found.value),
-        found.low,
-        found.high,
+        _number(theirs),
+        _number(result.value),
+        result.low,
+        result.high,
         rule,
-        seeds=found.seeds,
+        seeds=result.seeds,
         source="sweeps",
         note="; ".join(filter(None, notes)),
     )
@@ -711,8 +711,8 @@ def _edge_pruning_claim(table: pd.DataFrame, task: Task, paper: pd.DataFrame) ->
         f"Edge Pruning does not outperform HCGS, under {plots.LABELS[way]} (ratio HCGS / EP at "
         "most 1.1)"
     )
-    said = ratio(paper, *sides)
-    return _ratio_claim(table, task, "edge_pruning", text, *sides, said, rule="< 1.1")
+    theirs = ratio(paper, *sides)
+    return _ratio_claim(table, task, "edge_pruning", text, *sides, theirs, rule="< 1.1")
 
 
 def manual_claims(table: pd.DataFrame, task: Task, manual: pd.DataFrame) -> list[Claim]:
@@ -767,12 +767,12 @@ def estimator_claims(slopes: pd.DataFrame, task: Task) -> list[Claim]:
 
 def option_claims(tried: pd.DataFrame, task: Task) -> list[Claim]:
     """On the table of `variants`; intervals over prompts, paired."""
-    said = {
+    rules = {
         "random start": ("a random start is worse (cost ratio above 1)", "> 1"),
         "variance window": ("the variance factor gains less than 5 % (cost ratio)", "> 0.95"),
     }
     listed = []
-    for name, (words, rule) in said.items():
+    for name, (words, rule) in rules.items():
         if not {"CF: as in the sweep", f"CF: {name}"} <= set(tried.index):
             continue
         usual, changed = tried.loc["CF: as in the sweep"], tried.loc[f"CF: {name}"]
@@ -805,9 +805,9 @@ def spoofing(masked: MaskedModel, studies: Mapping[Task, Study], seed: int = 0) 
         grid = {side: grid[side] for side in sides}
         both = [way for _, way in sides]
         table = sweep(masked, task, ["ugs"], both, grid, [seed], plan.options, plan.gap_options)
-        found = compare(table, *sides)
-        row = {"task": short_name(task), "ratio": found.value, "low": found.low}
-        row |= {"high": found.high, "seeds": found.seeds, "compared": span_words(found)}
+        result = compare(table, *sides)
+        row = {"task": short_name(task), "ratio": result.value, "low": result.low}
+        row |= {"high": result.high, "seeds": result.seeds, "compared": span_words(result)}
         rows.append(row | {"paper": ratio(paper_front(task), *sides)})
     columns = ["task", "ratio", "low", "high", "seeds", "compared", "paper"]
     return pd.DataFrame(rows, columns=columns).set_index("task")
@@ -818,7 +818,7 @@ def spoofing_claims(table: pd.DataFrame) -> list[Claim]:
     where one of the two is compared at no common sizes, or at too few."""
     if not {"gt", "ioi"} <= set(table.index):
         return []
-    said = float(table.paper["gt"] / table.paper["ioi"])
+    theirs = float(table.paper["gt"] / table.paper["ioi"])
     value = float(table.ratio["gt"] / table.ratio["ioi"])
     logs = [np.log(table.loc[name, ["low", "high"]].astype(float)) for name in ("gt", "ioi")]
     width = float(np.hypot(*[(ends["high"] - ends["low"]) / 2 for ends in logs]))
@@ -831,7 +831,7 @@ def spoofing_claims(table: pd.DataFrame) -> list[Claim]:
         Claim(
             "circuits_gt.resample",
             text,
-            said,
+            theirs,
             _number(value),
             value * np.exp(-width) if known else None,
             value * np.exp(width) if known else None,

@@ -343,8 +343,8 @@ def notebook_of(experiment: str) -> Path:
 def minutes(notebook: Path) -> str:
     """What a notebook says of its cost, in its first cell."""
     first = json.loads(notebook.read_text("utf-8"))["cells"][0]
-    said = re.search(r"\*\*Minutes[^\n]*", "".join(first["source"]))
-    return said[0].replace("*", "") if said else "its first cell does not say how long it takes"
+    line = re.search(r"\*\*Minutes[^\n]*", "".join(first["source"]))
+    return line[0].replace("*", "") if line else "its first cell does not say how long it takes"
 
 
 # ---- in the README

@@ -127,12 +127,12 @@ def _study(hidden: Hidden, spending: Spending, budget: str) -> dict[str, list[di
         budget,
     )
     masked = MaskedModel(written.model)
-    about = hidden._asdict() | {"true_edges": written.n_edges, "edges": len(masked.graph)}
+    shared = hidden._asdict() | {"true_edges": written.n_edges, "edges": len(masked.graph)}
     tables = {
         "found": found(written, masked, spending, hidden.seed),
         "gaps": true_gaps(written, masked, spending, hidden.seed),
     }
-    return {name: [about | row for row in rows] for name, rows in tables.items()}
+    return {name: [shared | row for row in rows] for name, rows in tables.items()}
 
 
 def study(
@@ -185,11 +185,11 @@ def _claim(
     note = f"{len(values)} models of {len(by_seed)} seeds"
     if share and len(by_seed) > 1 and values.isin([0, 1]).all():
         counted = scipy.stats.binomtest(int(values.sum()), len(values)).proportion_ci()
-        found = (values.mean(), *counted)
+        interval = (values.mean(), *counted)
         note += ", counted as independent"
     else:
-        found = stats.mean_interval(by_seed)
-    measured, low, high = (np.exp(x) if log and x is not None else x for x in found)
+        interval = stats.mean_interval(by_seed)
+    measured, low, high = (np.exp(x) if log and x is not None else x for x in interval)
     return Claim(
         id,
         words,

@@ -233,7 +233,7 @@ def losses(model: Model, study: Study, trained: Trained) -> store.Result:
         costs = {name: cost(lens) for name, lens in trained.lenses.items()}
         each = {}
         for name in trained.lenses:
-            again = [found[name] for found in trained.seeds if name in found]
+            again = [by_name[name] for by_name in trained.seeds if name in by_name]
             each[name] = torch.stack([lens.losses(trained.readings["test"]) for lens in again])
             costs[name]["multiply_adds_by_seed"] = [cost(lens)["multiply_adds"] for lens in again]
         values = {(study.length, name): value.mean(0) for name, value in each.items()}
@@ -253,7 +253,7 @@ def losses(model: Model, study: Study, trained: Trained) -> store.Result:
         study,
         compute,
         model=model,
-        inputs={"lenses": [lenses.fingerprints(found) for found in trained.seeds]},
+        inputs={"lenses": [lenses.fingerprints(by_name) for by_name in trained.seeds]},
         version=VERSION,
         key=f"seed{study.seed}",
     )
@@ -445,24 +445,24 @@ def faithful_claims(
     claims = []
     for perturbation, (anchor, words) in PERTURBATIONS.items():
         for measure, column in ANCHOR_COLUMNS.items():
-            found = leads(table, perturbation, measure)
-            z = scipy.stats.norm.ppf(1 - 0.025 / len(found))
+            by_layer = leads(table, perturbation, measure)
+            z = scipy.stats.norm.ppf(1 - 0.025 / len(by_layer))
             authors = {
                 name: anchors("faithfulness", column, name, anchor)
                 for name in ("gpt2-small", "gpt2-xl")
             }
             small, xl = ((wide.oca - wide.tuned).min() for wide in authors.values())
-            ahead = f"ahead at {(found.lead > 0).sum()} of {len(found)} layers looked at"
-            ahead += f" (the model has {n_layers})" if len(found) < n_layers else ""
+            ahead = f"ahead at {(by_layer.lead > 0).sum()} of {len(by_layer)} layers looked at"
+            ahead += f" (the model has {n_layers})" if len(by_layer) < n_layers else ""
             claims.append(
                 Claim(
                     f"faithfulness.{perturbation}.{measure}",
                     f"under {words} OCA has the higher {MEASURES[measure]} at every layer looked "
                     "at (smallest lead of a layer above 0)",
                     xl,
-                    found.lead.min(),
-                    (found.lead - z * found.se).min(),
-                    (found.lead + z * found.se).min(),
+                    by_layer.lead.min(),
+                    (by_layer.lead - z * by_layer.se).min(),
+                    (by_layer.lead + z * by_layer.se).min(),
                     rule="> 0",
                     seeds=1,
                     source=source,

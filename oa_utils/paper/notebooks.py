@@ -157,8 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     fresh = os.environ.get("FRESH") == "1"
     if fresh:
-        own = [OWN_MODELS[path.stem] for path in paths if path.stem in OWN_MODELS]
-        for name in dict.fromkeys([name_of(model), *own]):
+        brought = [OWN_MODELS[path.stem] for path in paths if path.stem in OWN_MODELS]
+        for name in dict.fromkeys([name_of(model), *brought]):
             moved = move_aside(name, budget)
             where = f"were moved to {moved}" if moved else "there are none"
             print(f"stored results of {name}: {where}")

@@ -126,7 +126,7 @@ def claims(table: pd.DataFrame, task: Task) -> list[Claim]:
     for other in ("mean", "resample"):
         if other not in drawn or "optimal" not in drawn:
             continue
-        said = rows["paper std"]["optimal"] / rows["paper std"][other]
+        theirs = rows["paper std"]["optimal"] / rows["paper std"][other]
         text = (
             f"Δ of random circuits varies less under OA than under {plots.LABELS[other]} "
             "(ratio of standard deviations below 1)"
@@ -134,7 +134,7 @@ def claims(table: pd.DataFrame, task: Task) -> list[Claim]:
         found = std_ratio(drawn["optimal"], drawn[other])
         note = f"random circuits of {sizes['optimal']} edges under OA, of {sizes[other]} under "
         note += plots.LABELS[other]
-        listed.append(_claim(task, f"std.{other}", text, said, *found, "< 1", note=note))
+        listed.append(_claim(task, f"std.{other}", text, theirs, *found, "< 1", note=note))
     if "optimal" in drawn:
         step = first_step(table)
         words = {
@@ -182,7 +182,7 @@ def _claim(
     task: Task,
     id: str,
     text: str,
-    said: float | None,
+    theirs: float | None,
     value: float,
     low: float | None,
     high: float | None,
@@ -192,4 +192,4 @@ def _claim(
 ) -> Claim:
     name = f"random_{short_name(task)}.{id}"
     more = {"seeds": seeds, "source": "random_circuits", "note": note}
-    return Claim(name, text, said, value, low, high, rule, **more)
+    return Claim(name, text, theirs, value, low, high, rule, **more)
