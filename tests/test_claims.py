@@ -117,12 +117,11 @@ LONG = Claim(
 
 def test_show_says_what_holds():
     frame = claims.show(iter([MEDIAN, RANK, LONG]))
-    names = ["claim", "statement (paper)", "holds if", "here [low, high]", "holds", "note"]
+    names = ["claim", "statement (paper)", "holds if", "here [low, high]", "note"]
     assert list(frame.columns) == names
     assert frame["holds if"].tolist() == ["< 0.5", "", "< 1000"]
-    assert frame.holds.tolist() == ["✓", "–", "✗"]
     assert frame["statement (paper)"][0] == "OA is a third of mean (0.33)"
-    numbers = ["0.305 [0.29, 0.32]", "–", "1.23e+03 [1e+03, 2e+03]"]
+    numbers = ["✓ 0.305 [0.29, 0.32]", "?", "✗ 1.23e+03 [1e+03, 2e+03]"]
     assert frame["here [low, high]"].tolist() == numbers
 
 
@@ -131,7 +130,7 @@ def test_a_notebook_shows_whole_sentences_with_and_without_notes(shown):
     frame = claims.show(shown)
     assert ("note" in frame) == (len(shown) == 2)
     assert LONG.paper.strip() in frame._repr_html_()
-    assert LONG.paper.strip() in frame.drop(columns="holds")._repr_html_()
+    assert LONG.paper.strip() in frame.drop(columns="holds if")._repr_html_()
     assert LONG.paper.strip() not in pd.DataFrame(frame)._repr_html_()
 
 
@@ -143,7 +142,7 @@ def test_other_models_published_numbers_stand_beside():
     publish(replace(MEDIAN, measured=0.4, low=0.3, high=0.6), model=OTHER)
     publish(MEDIAN)
     frame = claims.show([MEDIAN], TINY)
-    assert frame["published: gpt2"].tolist() == ["0.4 [0.3, 0.6] –"]
+    assert frame["published: gpt2"].tolist() == ["? 0.4 [0.3, 0.6]"]
     assert "published: tiny" not in frame
 
 
@@ -236,10 +235,10 @@ def test_the_list_counts_by_chapter_and_fits_the_terminal(capsys, monkeypatch):
     lines = out.splitlines()
     assert max(map(len, lines)) <= 60
     assert "0.1 of them would be wrong by chance" in " ".join(out.split())
-    assert lines[0] == "single_components · gpt2 · 1 ✓  0 ✗  0 –"
-    assert "circuits_ioi · tiny · 0 ✓  1 ✗  1 –" in lines
-    assert lines.index("circuits_ioi · tiny · 0 ✓  1 ✗  1 –") > 5
-    assert "5 claims: 2 ✓  1 ✗  2 –" in lines
+    assert lines[0] == "single_components · gpt2 · 1 ✓, 0 ✗, 0 ?"
+    assert "circuits_ioi · tiny · 0 ✓, 1 ✗, 1 ?" in lines
+    assert lines.index("circuits_ioi · tiny · 0 ✓, 1 ✗, 1 ?") > 5
+    assert "5 claims: 2 ✓, 1 ✗, 2 ?" in lines
     assert out.count("0.305 [0.29, 0.32]") == 2
     assert " ".join(LONG.paper.split()) in " ".join(out.split())
     claims.main(["--model", "tiny"])
@@ -253,8 +252,17 @@ def test_the_table_for_the_readme_has_a_column_for_each_model():
     assert lines[0] == "| claim | statement | holds if | paper | gpt2 | tiny | remark |"
     widths = {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")}
     assert widths == {8}
-    assert "| – 0.4 [0.3, 0.6] | ✓ 0.305 [0.29, 0.32] | tiny: a \\| b |" in lines[3]
-    assert lines[-1].startswith("1 ✓  0 ✗  2 –")
+    assert "(notebooks/01_single_components.ipynb)" in lines[2]
+    assert "| ? 0.4 [0.3, 0.6] | ✓ 0.305 [0.29, 0.32] | tiny: a \\| b |" in lines[3]
+    assert "1 verdicts come from 95 % intervals" in lines[-1]
+
+
+def test_numbers_and_rules_are_written_as_people_write_them():
+    claim = replace(MEDIAN, measured=-0.00879, low=-0.02, high=1e-7, rule="<= 0.7291666666666666")
+    assert claim.cell == "✓ −0.00879 [−0.02, 1e−07]"
+    assert claim.condition == "≤ 0.729"
+    assert replace(MEDIAN, rule="in [-0.1, 2]").condition == "in [−0.1, 2]"
+    assert replace(MEDIAN, measured=None, low=None, high=None).cell == ""
 
 
 def test_remarks_say_whose_they_are_where_they_differ():
@@ -265,13 +273,15 @@ def test_remarks_say_whose_they_are_where_they_differ():
     assert "| 99 edges |" in claims.markdown()
 
 
-def test_some_claims_for_the_readme_are_named_and_must_be_published():
+def test_headlines_are_plain_words_with_the_papers_number_and_counts_by_model():
     publish(MEDIAN, RANK)
-    text = claims.markdown([RANK.id])
-    assert f"`{RANK.id}`" in text
-    assert MEDIAN.id not in text
+    publish(replace(MEDIAN, measured=0.4, low=0.3, high=0.6), model=OTHER)
+    lines = claims.headlines({MEDIAN.id: "OA is small"}).splitlines()
+    assert lines[0] == "| claim (the paper's number, GPT-2) | gpt2 | tiny |"
+    assert lines[2] == "| OA is small (0.33) | ? 0.4 [0.3, 0.6] | ✓ 0.305 [0.29, 0.32] |"
+    assert lines[-1].endswith("Of all claims: gpt2: 0 ✓, 0 ✗, 1 ?; tiny: 1 ✓, 0 ✗, 1 ?.")
     with pytest.raises(LookupError, match="no such claims are published: single.nothing"):
-        claims.markdown([RANK.id, "single.nothing"])
+        claims.headlines({"single.nothing": "nothing"})
 
 
 def test_the_readme_is_current():

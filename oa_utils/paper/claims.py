@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,8 @@ NOTEBOOKS = {
     "own_task": "11_your_own_task",
 }
 Number = float | np.number | None
-MARKS = {True: "✓", False: "✗", None: "–"}
-UNMEASURED = "·"
-LEGEND = "✓ holds, ✗ does not hold, – undecided, · not measured here"
+MARKS = {True: "✓", False: "✗", None: "?"}
+LEGEND = "✓ holds, ✗ does not hold, ? undecided, empty: not measured here"
 VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
 RULE = re.compile(r"(?P<side><=|>=|<|>) (?P<bound>\S+)|in \[(?P<from>\S+), (?P<to>\S+)\]")
 WRONG_BY_CHANCE = 0.025  # share of verdicts by 95 % intervals, at most (truth at the bound)
@@ -108,7 +107,7 @@ class Claim:
 
     @property
     def mark(self) -> str:
-        return UNMEASURED if self.measured is None else MARKS[self.holds]
+        return "" if self.measured is None else MARKS[self.holds]
 
     @property
     def remark(self) -> str:
@@ -125,7 +124,13 @@ class Claim:
     @property
     def cell(self) -> str:
         """Verdict and number, for a table."""
-        return self.mark if self.measured is None else f"{self.mark} {self.interval}"
+        return f"{self.mark} {self.interval}".strip()
+
+    @property
+    def condition(self) -> str:
+        """The rule as people write it."""
+        words = self.rule.replace("<=", "≤").replace(">=", "≥")
+        return re.sub(r"-?[\d.]+(e-?\d+)?", lambda found: number(float(found[0])), words)
 
 
 class Table(pd.DataFrame):
@@ -141,7 +146,8 @@ class Table(pd.DataFrame):
 
 
 def number(value: float | None) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.3g}"
+    """Three digits; nothing where there is no number."""
+    return "" if value is None or math.isnan(value) else f"{value:.3g}".replace("-", "−")
 
 
 def show(claims: Iterable[Claim], model: Any = None) -> Table:
@@ -158,13 +164,12 @@ def show(claims: Iterable[Claim], model: Any = None) -> Table:
         row = {
             "claim": claim.id,
             "statement (paper)": claim.paper + value,
-            "holds if": claim.rule,
-            "here [low, high]": claim.interval,
-            "holds": claim.mark,
+            "holds if": claim.condition,
+            "here [low, high]": claim.cell,
         }
         for name, others in elsewhere.items():
             other = others.get(claim.id)
-            row[f"published: {name}"] = f"{other.interval} {other.mark}" if other else ""
+            row[f"published: {name}"] = other.cell if other else ""
         rows.append(row | {"note": claim.remark})
     table = Table(rows, columns=list(rows[0]) if rows else ["claim"])
     empty = [name for name in table.columns if not table[name].astype(bool).any()]
@@ -349,48 +354,90 @@ def minutes(notebook: Path) -> str:
 
 # ---- in the README
 
+ByModel = dict[str, Claim]  # one claim, by model
 
-def markdown(ids: Collection[str] | None = None) -> str:
-    """One table of published claims, all or some: a row for each, with a column for each model, by
-    chapter."""
-    groups = {
-        chapter: [claim for claim in listed if ids is None or claim.id in ids]
-        for chapter, listed in chapters().items()
-    }
-    groups = {chapter: listed for chapter, listed in groups.items() if listed}
-    missing = set(ids or ()) - {claim.id for listed in groups.values() for claim in listed}
+
+def _together(ids: Collection[str] | None = None) -> dict[str, dict[str, ByModel]]:
+    """Published claims, all or some: by experiment and id."""
+    table: dict[str, dict[str, ByModel]] = {}
+    for (experiment, model), listed in chapters().items():
+        for claim in listed:
+            if ids is None or claim.id in ids:
+                table.setdefault(experiment, {}).setdefault(claim.id, {})[model] = claim
+    missing = set(ids or ()) - {id for by_id in table.values() for id in by_id}
     if missing:
         raise LookupError(f"no such claims are published: {', '.join(sorted(missing))}")
-    models = sorted({model for _, model in groups}, key=lambda model: (model == "tiny", model))
-    rows: dict[str, dict[str, dict[str, Claim]]] = {}  # experiment: id: model: claim
-    for (experiment, model), listed in groups.items():
-        for claim in listed:
-            rows.setdefault(experiment, {}).setdefault(claim.id, {})[model] = claim
+    return table
+
+
+def _models(table: dict[str, dict[str, ByModel]]) -> list[str]:
+    """Those that some claim was measured on, the bundled one last."""
+    models = {
+        model for by_id in table.values() for by_model in by_id.values() for model in by_model
+    }
+    return sorted(models, key=lambda model: (model == "tiny", model))
+
+
+def markdown() -> str:
+    """All published claims as one table, by chapter, with a column for each model."""
+    table = _together()
+    models = _models(table)
     lines = [
         f"| claim | statement | holds if | paper | {' | '.join(models)} | remark |",
         "|---|---|---|---|" + "---|" * (len(models) + 1),
     ]
-    for experiment, claims in rows.items():
-        lines.append(f"| **{experiment.replace('_', ' ')}** |" + " |" * (len(models) + 4))
-        for id, by_model in claims.items():
-            lines.append(_markdown_row(id, by_model, models))
-    everything = [claim for listed in groups.values() for claim in listed]
-    lines += [
-        "",
-        f"{_count(everything)} ({LEGEND})." + (f" {_by_chance(everything)}" if ids is None else ""),
+    for experiment, by_id in table.items():
+        lines.append(f"| {_chapter(experiment)} |" + " |" * (len(models) + 4))
+        for id, by_model in by_id.items():
+            any_model = next(iter(by_model.values()))
+            cells = [f"`{id}`", any_model.paper, any_model.condition, number(any_model.paper_value)]
+            cells += _numbers(by_model, models)
+            lines.append(_row([*cells, _remark(by_model)]))
+    everything = [
+        claim for by_id in table.values() for each in by_id.values() for claim in each.values()
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", LEGEND + ".", "", _by_chance(everything)]) + "\n"
 
 
-def _markdown_row(id: str, by_model: dict[str, Claim], models: Sequence[str]) -> str:
-    any_model = next(iter(by_model.values()))
-    cells = [f"`{id}`", any_model.paper, any_model.rule, number(any_model.paper_value)]
-    cells += [by_model[model].cell if model in by_model else "" for model in models]
-    remarks = {model: by_model[model].remark for model in models if model in by_model}
-    if len(set(remarks.values())) > 1:  # whose they are
-        remarks = {model: f"{model}: {text}" for model, text in remarks.items() if text}
-    cells.append("; ".join(dict.fromkeys(remarks.values())))
+def headlines(statements: Mapping[str, str]) -> str:
+    """Some published claims in plain words, by id, with the paper's number behind them, and how many
+    of all claims hold for each model."""
+    table = _together(statements)
+    models = _models(table)
+    lines = [
+        f"| claim (the paper's number, GPT-2) | {' | '.join(models)} |",
+        "|---|" + "---|" * len(models),
+    ]
+    listed = {id: by_model for by_id in table.values() for id, by_model in by_id.items()}
+    for id, statement in statements.items():
+        value = number(next(iter(listed[id].values())).paper_value)
+        words = f"{statement} ({value})" if value else statement
+        lines.append(_row([words, *_numbers(listed[id], models)]))
+    whole = _together()
+    counts = [f"{model}: {_count(published(model))}" for model in _models(whole)]
+    return "\n".join([*lines, "", f"{LEGEND}. Of all claims: {'; '.join(counts)}."]) + "\n"
+
+
+def _chapter(experiment: str) -> str:
+    """The notebook that measures an experiment's claims, as a link."""
+    stem = NOTEBOOKS.get(experiment)
+    return f"**[{stem}](notebooks/{stem}.ipynb)**" if stem else f"**{experiment}**"
+
+
+def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _numbers(by_model: ByModel, models: Sequence[str]) -> list[str]:
+    return [by_model[model].cell if model in by_model else "" for model in models]
+
+
+def _remark(by_model: ByModel) -> str:
+    """What is to be said of a claim's numbers: whose it is, where models differ."""
+    remarks = {model: claim.remark for model, claim in sorted(by_model.items())}
+    if len(set(remarks.values())) > 1:
+        remarks = {model: f"{model}: {text}" for model, text in remarks.items() if text}
+    return "; ".join(dict.fromkeys(remarks.values()))
 
 
 def _by_chance(claims: Sequence[Claim]) -> str:
@@ -424,8 +471,10 @@ def report(model_name: str | None, width: int) -> str:
 
 def _count(claims: Sequence[Claim]) -> str:
     marks = [claim.mark for claim in claims]
-    known = [*MARKS.values(), *([UNMEASURED] if UNMEASURED in marks else [])]
-    return "  ".join(f"{marks.count(mark)} {mark}" for mark in known)
+    words = [f"{marks.count(mark)} {mark}" for mark in MARKS.values()]
+    if unmeasured := marks.count(""):
+        words.append(f"{unmeasured} not measured")
+    return ", ".join(words)
 
 
 def _entry(claim: Claim, width: int) -> list[str]:
@@ -434,10 +483,10 @@ def _entry(claim: Claim, width: int) -> list[str]:
     if claim.paper_value is not None:
         sentence += f" (paper: {number(claim.paper_value)})"
     lines = textwrap.wrap(
-        f"{claim.mark} {claim.id}  {claim.interval}", width, subsequent_indent="    "
+        f"{claim.mark or '·'} {claim.id}  {claim.interval}", width, subsequent_indent="    "
     )
     if claim.rule:
-        sentence += f"; holds if {claim.rule}"
+        sentence += f"; holds if {claim.condition}"
     for text in (sentence, claim.remark):
         lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
     return lines
@@ -457,7 +506,7 @@ def main(arguments: list[str] | None = None) -> None:
     except LookupError as error:
         parser.error(error.args[0])
     values = [math.nan if claim.measured is None else claim.measured for claim in (stored, again)]
-    print(f"{stored.id} ({stored.model}): {stored.paper}; holds if {stored.rule or '–'}")
+    print(f"{stored.id} ({stored.model}): {stored.paper}; holds if {stored.condition or 'no rule'}")
     print(f"paper       {number(stored.paper_value)}")
     for word, value, claim in zip(("stored", "recomputed"), values, (stored, again), strict=True):
         print(f"{word:<11} {value}  {claim.interval} {claim.mark} {VERDICTS[claim.holds]}")
