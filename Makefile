@@ -69,12 +69,12 @@ claim: $(READY) ## measure one claim anew [ID=single.median_ratio.mean MODEL=tin
 	@$(BIN)/python -m oa_utils.paper.claims $(ID) --model "$(MODEL)"
 
 publish: $(READY) ## copy what a model's notebooks stand on from .oa/ to data/ [MODEL=tiny]
-	@$(BIN)/python -c "from oa_utils import store; from oa_utils.paper.notebooks import name_of; \
-	  print(len(store.publish(name_of('$(MODEL)'))), 'files published')"
+	@$(BIN)/python -c "from oa_utils.paper import publishing; from oa_utils.paper.notebooks import name_of; \
+	  print(len(publishing.publish(name_of('$(MODEL)'))), 'files published')"
 
 restore: $(READY) ## put what is published for a model into .oa/, so that runs go on from it [MODEL=tiny]
-	@$(BIN)/python -c "from oa_utils import store; from oa_utils.paper.notebooks import name_of; \
-	  print(len(store.restore(name_of('$(MODEL)'))), 'files restored')"
+	@$(BIN)/python -c "from oa_utils.paper import publishing; from oa_utils.paper.notebooks import name_of; \
+	  print(len(publishing.restore(name_of('$(MODEL)'))), 'files restored')"
 
 readme: $(READY) ## write the README's tables anew: of claims from what is published, of families and costs
 	@$(BIN)/python scripts/readme.py && $(BIN)/python scripts/families.py

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,7 +172,21 @@ def jobs(on: str = "cpu") -> int:
     _, told = get_active_backend()
     fitting = max(1, int(min(memory() / WORKER, joblib.cpu_count())))
     usual = 1 if budget() == "test" or on != "cpu" else fitting
-    return joblib.effective_n_jobs(told or int(os.environ.get("OA_JOBS") or usual))
+    asked = os.environ.get("OA_JOBS")
+    n_jobs = joblib.effective_n_jobs(told or int(asked or usual))
+    if asked and not told and n_jobs > max(1, memory() / WORKER):
+        _warn_of_memory(n_jobs, memory())
+    return n_jobs
+
+
+@functools.cache
+def _warn_of_memory(n_jobs: int, limit: float) -> None:
+    """Once: a control group ends the whole run without a word where it takes more."""
+    warnings.warn(
+        f"OA_JOBS asks for {n_jobs} processes, which may take {n_jobs * WORKER / 1e9:.1f} GB, but "
+        f"there are {limit / 1e9:.1f} GB for all of them; without OA_JOBS there are as many as fit",
+        stacklevel=3,
+    )
 
 
 def parallel(function: Callable[[Any], Value], items: Iterable, desc: str = "") -> list[Value]:

@@ -8,6 +8,7 @@ modules under the bridge directly, so hooks set on `model.bridge` do not fire in
 
 import functools
 import hashlib
+import itertools
 import math
 import re
 import zlib
@@ -32,6 +33,7 @@ Edit = Callable[[str, int, Tensor], Tensor]
 KeysValues = tuple[
     Float[Tensor, "batch kv_head place d_head"], Float[Tensor, "batch kv_head place d_head"]
 ]
+Content = Iterator[bytes | memoryview]  # all that is told of a model, piece by piece
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -47,6 +49,7 @@ SCORE_CAPS = ("attn_logit_softcapping",)  # of an attention
 LOGIT_CAPS = ("final_logit_softcapping",)  # of a configuration
 WINDOWS = ("sliding_window", "window_size")  # of a configuration: how far back a token can see
 WITHOUT_FLOAT64 = ("mps",)  # kinds of device
+IDLE_NUMBERS = ("p", "backward_scale")  # of a module: dropout, and a hook's on gradients
 # fields of a configuration that cannot change what a frozen model answers; all others are part of
 # its fingerprint, so that a new kind of model needs no entry here
 NO_PART_OF_THE_FORWARD = re.compile(
@@ -112,6 +115,20 @@ def attend(
 def soft_cap(x: Float[Tensor, "*any"], cap: float | None) -> Float[Tensor, "*any"]:
     """Scores or logits, softly kept between −cap and cap; None caps nothing."""
     return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def in_precision_of(
+    x: Float[Tensor, "*any width"], module: torch.nn.Module
+) -> Float[Tensor, "*any out"]:
+    """module(x), with the module's weights in the type of x for this call. Copies are not kept:
+    they would miss an edit of the model."""
+    parts = [*module.named_parameters(), *module.named_buffers()]
+    cast = {
+        name: part.to(x.dtype)
+        for name, part in parts
+        if part.is_floating_point() and part.dtype != x.dtype
+    }
+    return torch.func.functional_call(module, cast, x) if cast else module(x)
 
 
 class Rotation(NamedTuple):
@@ -304,12 +321,12 @@ class Model:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every weight and of what shapes the forward; edited weights give another
+        """A hash of every weight and of what shapes the forward; an edited model has another
         one."""
         hf = self.bridge.original_model
         if checksum(hf) == self._checksum:
             return self.as_loaded
-        return store.fingerprint(self.as_loaded, fingerprint(hf))
+        return store.fingerprint(self.as_loaded, digest_of(_content(hf), _held_beside(hf)))
 
     @property
     def parallel(self) -> bool:
@@ -439,12 +456,13 @@ class Model:
         return self.log_probs(column(resid, last)[:, 0])
 
     def log_probs(self, resid: Float[Tensor, "*any d"]) -> Float[Tensor, "*any vocab"]:
-        """Final norm, unembedding, log-softmax (in float32 at least); call it on last positions
-        only, it is the dear part."""
-        normed = self.bridge.ln_final.original_component(resid.to(self.dtype))
-        logits = self.bridge.unembed.original_component(normed)
-        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return soft_cap(exact, self.logit_cap).log_softmax(-1)
+        """Final norm, unembedding, log-softmax, in float32 at least: logits in half precision are
+        rounded to steps of up to 0.1, which shows as KL. Call it on last positions only, it is the
+        dear part."""
+        resid = resid.to(torch.promote_types(self.dtype, torch.float32))
+        normed = in_precision_of(resid, self.bridge.ln_final.original_component)
+        logits = in_precision_of(normed, self.bridge.unembed.original_component)
+        return soft_cap(logits, self.logit_cap).log_softmax(-1)
 
     def __call__(
         self,
@@ -792,7 +810,7 @@ def bos_of(config: Any, tokenizer: Any, name: str) -> int:
     )
 
 
-def _content(module: torch.nn.Module) -> Iterator[bytes | memoryview]:
+def _content(module: torch.nn.Module) -> Content:
     """What the configuration says about the forward, and every byte of every weight (once, where
     several names share one)."""
     yield store.canonical(_forward_fields(module.config.to_dict()))
@@ -801,8 +819,26 @@ def _content(module: torch.nn.Module) -> Iterator[bytes | memoryview]:
         place = (value.data_ptr(), value.shape, value.stride())
         if place not in seen:
             seen.add(place)
-            yield f"{name}{tuple(value.shape)}{value.dtype}".encode()
-            yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            yield from _bytes_of(name, value)
+
+
+def _held_beside(module: torch.nn.Module) -> Content:
+    """What a forward may depend on beside: buffers that are not saved with the weights (such as
+    rotary frequencies), and numbers that modules hold (such as a norm's epsilon). They follow from
+    the configuration, so they are no part of what a model is, but they can be edited."""
+    saved = module.state_dict().keys()
+    for name, buffer in sorted(module.named_buffers()):
+        if name not in saved:
+            yield from _bytes_of(name, buffer)
+    for name, part in sorted(module.named_modules()):
+        for field_name, value in sorted(vars(part).items()):
+            if isinstance(value, float) and field_name not in IDLE_NUMBERS:
+                yield f"{name}.{field_name}={value!r}".encode()
+
+
+def _bytes_of(name: str, value: Tensor) -> Content:
+    yield f"{name}{tuple(value.shape)}{value.dtype}".encode()
+    yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _forward_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -817,16 +853,21 @@ def _forward_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def fingerprint(module: torch.nn.Module) -> str:
     """What a model is, in 16 digits."""
+    return digest_of(_content(module))
+
+
+def digest_of(*contents: Content) -> str:
     digest = hashlib.sha256()
-    for part in _content(module):
+    for part in itertools.chain(*contents):
         digest.update(part)
     return digest.hexdigest()[:16]
 
 
 def checksum(module: torch.nn.Module) -> int:
-    """Of the same bytes, several times as fast: tells whether a model was edited since it was
-    loaded."""
-    return functools.reduce(lambda so_far, part: zlib.crc32(part, so_far), _content(module), 0)
+    """Of the same bytes and of what is held beside, several times as fast: tells whether a model
+    was edited since it was loaded."""
+    parts = itertools.chain(_content(module), _held_beside(module))
+    return functools.reduce(lambda so_far, part: zlib.crc32(part, so_far), parts, 0)
 
 
 def _tokenizer(source: str, options: dict) -> Any:

@@ -16,6 +16,7 @@ from oa_utils import machine
 from oa_utils.circuits import Circuit
 from oa_utils.masked import MaskedModel
 from oa_utils.search import gap
+from oa_utils.search.gaps import Gap
 from oa_utils.tasks import Task
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of all edges, as in MIB
@@ -36,7 +37,9 @@ def faithfulness_curve(
     **gap_options: Any,
 ) -> pd.DataFrame:
     """Faithfulness of the circuit of the best-ranked edges, for each share of all edges: 1 is the
-    whole model, 0 a model with all edges ablated. Dangling edges are dropped (`n_edges`)."""
+    whole model, 0 a model with all edges ablated. Dangling edges are dropped (`n_edges`). Refused
+    where the whole model does the task no better than the ablated one, beyond two standard errors:
+    then there is nothing to keep."""
     scores = torch.as_tensor(scores)
     if scores.shape != (len(masked.graph),) or not scores.isfinite().all():
         raise ValueError(
@@ -47,18 +50,26 @@ def faithfulness_curve(
         raise ValueError(f"shares grow from above 0 to at most 1, got {shares}")
     order = scores.argsort(descending=True, stable=True)
 
-    def lost(n: int) -> tuple[int, float]:
+    def lost(n: int) -> tuple[int, Gap]:
         mask = torch.zeros(len(scores), dtype=torch.bool)
         mask[order[:n]] = True
         circuit = Circuit(masked.graph, mask, "ranked")
-        delta = gap(masked, task, circuit, ablation, metric=metric, **gap_options)
-        return circuit.n_edges, delta.mean
+        return circuit.n_edges, gap(masked, task, circuit, ablation, metric=metric, **gap_options)
 
     _, everything = lost(0)
+    if not everything.mean > 2 * everything.se:
+        raise ValueError(
+            f"without any edge, under '{ablation}', '{masked.model.name}' loses "
+            f"{everything.mean:.2g} ± {everything.se:.2g} of {metric} on task '{task.name}', no "
+            "more than two standard errors: the model does not do the task, or another ablation is "
+            "needed, and faithfulness would divide by nothing"
+        )
     rows = []
     for share in machine.progress(shares, desc=f"faithfulness under {ablation}"):
         n_edges, some = lost(int(share * len(scores)))
-        rows.append({"share": share, "n_edges": n_edges, "faithfulness": 1 - some / everything})
+        rows.append(
+            {"share": share, "n_edges": n_edges, "faithfulness": 1 - some.mean / everything.mean}
+        )
     return pd.DataFrame(rows)
 
 

@@ -143,9 +143,12 @@ def smollm2() -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a converted model has the files that were written, byte by byte."""
+    """Whether a converted model has the files that were written and no others, byte by byte."""
     try:
         hashes = read_json(folder / HASHES)
+        files = {path.name for path in folder.iterdir()}
+        if not hashes or hashes.keys() | {HASHES} != files:
+            return False
         return all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())
     except (OSError, ValueError, AttributeError):
         return False

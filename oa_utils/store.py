@@ -4,8 +4,8 @@ when killed.
 A run is a frozen settings object, a model, perhaps a task, and `inputs`: whatever else its numbers
 depend on. Its result is one JSON file, sealed by a hash, and one safetensors file where tensors
 matter. The store is `.oa` in the repository (or `OA_STORE`, or the user's cache where the package
-was installed without its repository); `publish` copies finished tables to `data/results`, from
-which `results` reads them.
+was installed without its repository). What is published is in `data/results` (put there by
+`paper/publishing.py`), from which `results` reads it.
 """
 
 import functools
@@ -20,8 +20,7 @@ import tempfile
 import time
 import typing
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
@@ -38,10 +37,6 @@ from oa_utils import machine
 FORMAT = "oa-run-2"
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 PACKAGES = ("torch", "transformers", "transformer_lens", "numpy")
-PARTS = ("search_", "circuit_gaps", "facts")  # runs whose numbers stand in other runs' tables
-USED = "used"  # folder of lists: which results each notebook stands on
-SMALL_TENSORS = 256_000  # bytes of a result's tensors that are published with it, at most
-SAVED_TENSORS = 4_000_000  # the same of a run that a notebook under way needs to go on
 DEEPEST = 50  # levels of nesting that a file of ours never has
 SNAPSHOT_SECONDS = 20
 STALE_SECONDS = {".*.tmp": 3600, "*.snapshot": 60 * 24 * 3600}  # left by whom nobody goes on for
@@ -97,12 +92,6 @@ def folder(budget: str | None = None) -> Path:
 
 def published() -> Path:
     return data_folder() / "results"
-
-
-def underway() -> Path:
-    """Finished runs of notebooks that are not: no results yet, but what another machine needs to
-    go on."""
-    return data_folder() / "underway"
 
 
 def slug(text: str) -> str:
@@ -401,9 +390,9 @@ class Snapshots:
         """Time spent on the run, in this process and in those before it."""
         return self.seconds_before + time.monotonic() - self.began
 
-    def due(self, every_seconds: float = SNAPSHOT_SECONDS) -> bool:
+    def due(self) -> bool:
         """Not so often that large states would take more than a twentieth of the time."""
-        return time.monotonic() - self.saved >= max(every_seconds, 20 * self.save_seconds)
+        return time.monotonic() - self.saved >= max(SNAPSHOT_SECONDS, 20 * self.save_seconds)
 
     def save(self, state: Any) -> None:
         """Keeps nested lists and dictionaries of numbers, strings and tensors, such as an
@@ -571,6 +560,14 @@ def _keep(path: Path, record: Numbers, numbers: Numbers, tensors: Tensors, budge
     return Result(whole["numbers"], kept, whole["seconds"], path)
 
 
+def note_use(path: Path) -> None:
+    """Tells whoever runs a notebook (a line in the file `OA_USED`) which results it stands on, see
+    `paper/publishing.py`."""
+    if used := os.environ.get("OA_USED"):
+        with open(used, "a") as file:
+            file.write("/".join(path.parts[-3:]) + "\n")
+
+
 def load(path: Path, identity: str, budget: str) -> Result | None:
     """The stored result; None where there is none that counts, BadFile where it is not what it
     should be."""
@@ -589,6 +586,8 @@ def load(path: Path, identity: str, budget: str) -> Result | None:
             tensors = safetensors.torch.load(data)
         if record["budget"] == "test" and budget != "test":
             return None
+        if not isinstance(record["numbers"], dict):
+            raise BadFile(f"{path} has no numbers")
         return Result(record["numbers"], tensors, record["seconds"], path)
     except (KeyError, TypeError, SafetensorError) as error:
         raise BadFile(f"{path} lacks what a result has ({error})") from error
@@ -640,186 +639,3 @@ def results(model_name: str, experiment: str, mixed: bool = False) -> pd.DataFra
             clash = {f"settings.{k}" if k in row else k: v for k, v in extra.items()}
             rows.append({**clash, **row})
     return pd.DataFrame(rows)
-
-
-# ---- which results notebooks stand on
-#
-# `<notebook>.txt` lists those of its last whole run, `<notebook>~….new` those of a run that goes on
-# or was stopped, `<notebook>.new` those that `restore` took up.
-
-
-def note_use(path: Path) -> None:
-    """Tells whoever runs a notebook (a line in the file `OA_USED`) which results it stands on."""
-    if used := os.environ.get("OA_USED"):
-        with open(used, "a") as file:
-            file.write("/".join(path.parts[-3:]) + "\n")
-
-
-def list_name(stem: str, budget: str) -> str:
-    """What a notebook is called in the names of its lists: by its budget too where that is not the
-    default one."""
-    return stem if budget == "default" else f"{stem}.{budget}"
-
-
-@contextmanager
-def listing(model_name: str, notebook: str) -> Iterator[Path]:
-    """A file, for `OA_USED`, in which one run of a notebook lists what it stands on.
-
-    Where the run ends well, this is what the notebook stands on, and lists of runs that were
-    stopped before go. Where it does not, its list stays for `publish`.
-    """
-    place = folder("default") / slug(model_name) / USED
-    place.mkdir(parents=True, exist_ok=True)
-    handle, path = tempfile.mkstemp(dir=place, prefix=f"{notebook}~", suffix=".new")
-    list_file = Path(path)
-    with os.fdopen(handle) as file:
-        yield list_file
-        names = set(file.read().split())  # even if another run of the notebook removed the file
-    if list_file.exists():
-        names |= _listed(list_file)
-    _write_list(place / f"{notebook}.txt", names)
-    for used in place.glob("*.new"):
-        if _notebook(used) == notebook:
-            with suppress(OSError):  # another process was faster
-                used.unlink()
-
-
-def _notebook(used: Path) -> str:
-    """Whose list a file is."""
-    return used.stem.partition("~")[0]
-
-
-def _listed(used: Path) -> set[str]:
-    return set(used.read_text().split())
-
-
-def _write_list(used: Path, names: set[str]) -> None:
-    write_bytes(used, "".join(f"{name}\n" for name in sorted(names)).encode())
-
-
-def _unfinished(place: Path) -> dict[str, set[str]]:
-    """By notebook, what its runs that have not ended well used, all of them together."""
-    names: dict[str, set[str]] = {}
-    for used in place.glob("*.new"):
-        names.setdefault(_notebook(used), set()).update(_listed(used))
-    return {notebook: names[notebook] for notebook in sorted(names) if names[notebook]}
-
-
-# ---- to the repository and back
-
-
-def publish(model_name: str) -> list[Path]:
-    """Copies the tables that a model's notebooks stand on to `data/results`, with their tensors
-    where these are small; parts of other tables stay in the store.
-
-    Only what `make notebooks` ran to the end counts, so no cut run and no test gets in. Published
-    files that no notebook stands on any more are removed. Of notebooks under way, finished runs
-    go to `data/underway`, from where `restore` takes them, until the notebook is done. Notebooks
-    that this store knows nothing of keep what they have.
-    """
-    place = folder("default") / slug(model_name) / USED
-    finished = sorted(place.glob("*.txt"))
-    unfinished = _unfinished(place)
-    if not finished and not unfinished:
-        raise FileNotFoundError(
-            f"no notebook was run on '{model_name}' with this store: "
-            f"`make notebooks MODEL={model_name}` first"
-        )
-    copied = [path for used in finished for path in _publish_used(used, model_name)]
-    there = published() / slug(model_name)
-    current = {name for used in there.glob(f"{USED}/*.txt") for name in _listed(used)}
-    _remove_unused(there, current)
-    saved = underway() / slug(model_name) / USED
-    for used in finished:
-        (saved / f"{used.stem}.new").unlink(missing_ok=True)
-    for notebook, names in unfinished.items():
-        target = saved / f"{notebook}.new"
-        _write_list(target, names | (_listed(target) if target.exists() else set()))
-    for name in sorted(set().union(*unfinished.values())):
-        if not _is_whole(published() / name) and (folder("default") / name).is_file():
-            copied += _copy_result(folder("default") / name, underway() / name, SAVED_TENSORS)
-    needed = {name for used in underway().glob(f"*/{USED}/*.new") for name in _listed(used)}
-    _remove_unused(underway(), {name for name in needed if not _is_whole(published() / name)})
-    return list(dict.fromkeys(copied))
-
-
-def _publish_used(used: Path, model_name: str) -> list[Path]:
-    """Publishes the tables that one notebook stands on, the list of them and what they cost."""
-    copied = []
-    names = set()
-    for name in sorted(_listed(used)):
-        source = folder("default") / name
-        if source.parent.name.startswith(PARTS):
-            continue
-        try:
-            record = read_record(source)
-        except BadFile as error:
-            warnings.warn(f"{error}: not published", stacklevel=2)
-            record = {"budget": "test"}
-        if record["budget"] != "test" and any(table_rows(record["numbers"])):
-            names.add(name)
-            copied += _copy_result(source, published() / name, SMALL_TENSORS)
-        elif (published() / name).exists():
-            names.add(name)  # the store has nothing better
-    lists = published() / slug(model_name) / USED
-    _write_list(lists / used.name, names)
-    budget = "" if used.stem.endswith(".paper") else ".default"
-    for costs in used.parent.glob(f"{used.stem}{budget}.costs"):  # see paper/costs.py
-        write_bytes(lists / costs.name, read_bytes(costs))
-    return copied
-
-
-def _remove_unused(place: Path, current: set[str]) -> None:
-    """Takes away the results below a folder that are not among the current ones, and tensors whose
-    result is gone."""
-    for old in place.rglob("*.json"):
-        if "/".join(old.parts[-3:]) not in current:
-            old.unlink()
-    for beside in place.rglob("*.safetensors"):
-        if not beside.with_suffix("").with_suffix(".json").exists():
-            beside.unlink()
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a result is there, with its tensors if it has any."""
-    if not path.exists():
-        return False
-    tensors = read_record(path).get("tensors")
-    return not tensors or path.with_name(tensors).is_file()
-
-
-def _copy_result(source: Path, target: Path, most: int) -> list[Path]:
-    """A result's JSON, and its tensors beside it where they have `most` bytes or fewer; returns
-    what was written."""
-    names = [source.name]
-    tensors = read_record(source).get("tensors")
-    if tensors and source.with_name(tensors).stat().st_size <= most:
-        names.append(tensors)
-    for name in names:
-        write_bytes(target.with_name(name), read_bytes(source.with_name(name)))
-    return [target.with_name(name) for name in names]
-
-
-def restore(model_name: str) -> list[Path]:
-    """Puts what is published for a model, and what notebooks under way had finished, into the
-    store, so that notebooks go on from there instead of computing it again; what the store has
-    stays, results whose tensors were too large to publish are left out."""
-    restored = []
-    lists = sorted((underway() / slug(model_name) / USED).glob("*.new"))
-    names = {slug(name.partition("/")[0]) for used in lists for name in _listed(used)}
-    models = sorted({slug(model_name), *names})  # a notebook may bring models of its own
-    places = [root / model for root in (published(), underway()) for model in models]
-    for source in sorted(path for place in places for path in place.glob("*/*.json")):
-        target = folder("default") / "/".join(source.parts[-3:])
-        if _is_whole(source) and not target.exists():
-            restored += _copy_result(source, target, SAVED_TENSORS)
-    for used in lists:  # so that the next `publish` saves them again
-        target = folder("default") / slug(model_name) / USED / used.name
-        if not target.exists() and not target.with_suffix(".txt").exists():
-            write_bytes(target, read_bytes(used))
-    if not restored and not any(place.is_dir() for place in places):
-        there = sorted(path.name for path in published().glob("*") if path.is_dir())
-        raise FileNotFoundError(
-            f"nothing is published for '{model_name}'; there is: {', '.join(there) or 'nothing'}"
-        )
-    return restored

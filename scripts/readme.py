@@ -14,33 +14,64 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # for benchmarks, which are no part of the package
 
+import corrections  # noqa: E402
+
 from benchmarks import table  # noqa: E402
-from oa_utils.paper import claims  # noqa: E402
+from oa_utils.paper import (  # noqa: E402
+    circuits,
+    claims,
+    components,
+    elicitation,
+    ground_truth,
+    lenses,
+    random,
+    tracing,
+)
 
 README = ROOT / "README.md"
 REAL = "smollm2-135m"  # figures of this model are shown where it has them, of the bundled one else
 # the paper's main claims in plain words, one or two a chapter; the long table has all of them, with
 # their rules
 HEADLINES = {
-    "single.mean_gap.optimal": "OA has the least mean Δ of all ablations that ignore the prompt: its "
-    "mean over components, less that of the next best",
-    "single.median_ratio.mean": "Δ under OA is less than half of that under mean ablation, for the "
-    "median component: their ratio",
+    "single.mean_gap.optimal": (
+        "OA has the least mean Δ of all ablations that ignore the prompt: its mean over "
+        "components, less that of the next best"
+    ),
+    "single.median_ratio.mean": (
+        "Δ under OA is less than half of that under mean ablation, for the median component: their "
+        "ratio"
+    ),
     "single.rank.lead": "OA ranks components most as CF does: its lead in rank correlation",
-    "circuits_ioi.ablation.counterfactual": "IOI circuits: Δ under OA over Δ under CF, at equal size",
-    "circuits_ioi.ablation.mean": "IOI circuits: Δ under OA over Δ under mean, at equal size",
-    "circuits_gt.ablation.counterfactual": "Greater-Than circuits: Δ under OA over Δ under CF",
-    "circuits_ioi.front.counterfactual.hcgs": "IOI circuits under CF: Δ of UGS over Δ of HCGS",
-    "circuits_ioi.front.counterfactual.acdc": "IOI circuits under CF: Δ of UGS over Δ of ACDC",
-    "random_ioi.ratio.optimal": "IOI under OA: Δ of circuits found over Δ of random ones",
-    "tracing.peak.attn.last": "a window of attention layers at the last token brings back more with "
-    "OAT than with GNT: difference of highest AIE",
-    "tracing.share": "OAT localises better: share of all AIE in the top tenth of layers, less GNT's",
+    "circuits_ioi.ablation.counterfactual": (
+        "IOI circuits lose less under OA than under CF: ratio of Δ at equal size"
+    ),
+    "circuits_ioi.ablation.mean": "the same against mean ablation",
+    "circuits_gt.ablation.counterfactual": (
+        "Greater-Than circuits lose less under OA than under CF: ratio of Δ at equal size"
+    ),
+    "circuits_ioi.front.counterfactual.hcgs": (
+        "UGS finds better circuits than HCGS (IOI, CF): ratio of Δ at equal size"
+    ),
+    "circuits_ioi.front.counterfactual.acdc": "the same against ACDC",
+    "random_ioi.ratio.optimal": (
+        "the circuit found is far below random ones of its size (IOI, OA): ratio of Δ"
+    ),
+    "tracing.peak.attn.last": (
+        "a window of attention layers at the last token brings back more with OAT than with GNT: "
+        "difference of highest AIE"
+    ),
+    "tracing.share": (
+        "OAT localises better: share of all AIE in the top tenth of layers, less GNT's"
+    ),
     "lens.oca_over_tuned": "the OCA lens loses much less than the tuned lens: ratio of losses",
-    "faithfulness.steer_basis.direction": "the OCA lens reacts to interventions more as the model "
-    "does, at every layer: least lead in direction similarity",
-    "elicitation.lead.true": "after true demonstrations the OCA lens answers better than the tuned "
-    "lens: difference of boosts",
+    "faithfulness.steer_basis.direction": (
+        "the OCA lens reacts to interventions more as the model does, at every layer: least lead "
+        "in direction similarity"
+    ),
+    "elicitation.lead.true": (
+        "after true demonstrations the OCA lens answers better than the tuned lens: difference of "
+        "boosts"
+    ),
     "elicitation.lead.false": "the same after false demonstrations",
 }
 GALLERY = {
@@ -66,10 +97,17 @@ def gallery() -> str:
     return "\n".join(["| | |", "|---|---|", *rows]) + "\n"
 
 
+def every_why() -> dict[str, str]:
+    """What each chapter says may be behind its claims that do not hold."""
+    chapters = (components, circuits, random, tracing, lenses, elicitation, ground_truth)
+    return {prefix: why for chapter in chapters for prefix, why in chapter.WHYS.items()}
+
+
 PARTS = {
     "headlines": partial(claims.headlines, HEADLINES),
-    "claims": claims.markdown,
+    "claims": partial(claims.markdown, every_why()),
     "gallery": gallery,
+    "corrections": corrections.markdown,
     "bench": table.markdown,
 }
 

@@ -127,19 +127,24 @@ def tiny():
     return load_model("tiny")
 
 
-def families_script():
-    """`scripts/families.py`, which has the list of model families."""
+def script_of(name):
+    """A file of `scripts`, which is no package."""
     import importlib.util
     import sys
     from pathlib import Path
 
     folder = Path(__file__).resolve().parent.parent / "scripts"
-    sys.path.insert(0, str(folder))  # it imports its neighbour
-    spec = importlib.util.spec_from_file_location("families", folder / "families.py")
+    sys.path.insert(0, str(folder))  # some import their neighbours
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     sys.path.remove(str(folder))
     return script
+
+
+def families_script():
+    """`scripts/families.py`, which has the list of model families."""
+    return script_of("families")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from test_graph import GPT2, SMALL, kinds
 
 from oa_utils import plots, store
-from oa_utils.circuits import COLOURS, HOW, Circuit, manual_circuit
+from oa_utils.circuits import HOW, Circuit, manual_circuit
 from oa_utils.graph import Edge, Graph
 from oa_utils.models import Model
 
@@ -271,7 +271,20 @@ def test_dot_text_names_every_edge_once(circuit):
     assert text.count("{") == text.count("}")
     lines = [line.split(" [")[0].strip() for line in text.splitlines() if " -> " in line]
     assert sorted(lines) == sorted(f'"{edge.src}" -> "{edge.dst}"' for edge in circuit.edges)
-    assert COLOURS == plots.SLOT_COLOURS, "as in the picture"
+
+
+def test_dot_text_and_picture_have_one_colour_for_each_kind_of_edge(circuit):
+    text = circuit.to_dot()
+    in_text = {
+        edge.slot: re.search(rf'"{edge.src}" -> "{edge.dst}" \[color="(\S+)"', text)[1]
+        for edge in circuit.edges
+    }
+    ax = plots.draw(circuit)
+    in_picture = {line.get_label(): line.get_color() for line in ax.get_lines()}
+    plt.close(ax.figure)
+    assert in_text.keys() == {"k", ""}
+    assert in_text == {slot: in_picture[slot or "into MLP or out"] for slot in in_text}
+    assert len(set(in_picture.values())) == len(in_picture) == 4
 
 
 # ---- manual circuits

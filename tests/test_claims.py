@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from oa_utils import store
-from oa_utils.paper import claims, costs, notebooks
+from oa_utils.paper import claims, costs, notebooks, publishing
 from oa_utils.paper.claims import Claim
 from oa_utils.tasks import Task
 
@@ -55,11 +55,11 @@ def place(tmp_path, monkeypatch):
 
 def publish(*items, model=TINY, experiment=EXPERIMENT):
     """Claims recorded by a notebook that ran to the end, and published."""
-    used = store.folder("default") / model.name / store.USED / f"{experiment}.txt"
+    used = store.folder("default") / model.name / publishing.USED / f"{experiment}.txt"
     store.write_bytes(used, b"")
     with patch.dict(os.environ, {"OA_USED": str(used)}):
         path = claims.record(items, model, experiment)
-    store.publish(model.name)
+    publishing.publish(model.name)
     return path
 
 
@@ -248,7 +248,7 @@ def test_the_list_counts_by_chapter_and_fits_the_terminal(capsys, monkeypatch):
 def test_the_table_for_the_readme_has_a_column_for_each_model():
     publish(replace(MEDIAN, note="a | b"), RANK)
     publish(replace(MEDIAN, measured=0.4, low=0.3, high=0.6), model=OTHER)
-    lines = claims.markdown().splitlines()
+    lines = claims.markdown({}).splitlines()
     assert lines[0] == "| claim | statement | holds if | paper | gpt2 | tiny | remark |"
     widths = {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")}
     assert widths == {8}
@@ -268,9 +268,9 @@ def test_numbers_and_rules_are_written_as_people_write_them():
 def test_remarks_say_whose_they_are_where_they_differ():
     publish(replace(MEDIAN, note="10 edges"))
     publish(replace(MEDIAN, note="99 edges"), model=OTHER)
-    assert "| gpt2: 99 edges; tiny: 10 edges |" in claims.markdown()
+    assert "| gpt2: 99 edges; tiny: 10 edges |" in claims.markdown({})
     publish(replace(MEDIAN, note="99 edges"))
-    assert "| 99 edges |" in claims.markdown()
+    assert "| 99 edges |" in claims.markdown({})
 
 
 def test_headlines_are_plain_words_with_the_papers_number_and_counts_by_model():
@@ -490,21 +490,21 @@ record([Claim({MEDIAN.id!r}, "said", measured=0.3)], model, {EXPERIMENT!r})
 def test_a_run_at_the_papers_budget_leaves_what_the_default_run_published(place, monkeypatch):
     path = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", RECORDS)
     run_notebooks(path, monkeypatch, OA_BUDGET="default")
-    store.publish("tiny")
+    publishing.publish("tiny")
     run_notebooks(path, monkeypatch, OA_BUDGET="paper")
-    store.publish("tiny")
+    publishing.publish("tiny")
     assert {model for _, model in claims.chapters()} == {"tiny", "tiny.paper"}
     results = place / "repo" / "data" / "results" / "tiny"
     assert (results / "claims" / f"{EXPERIMENT}.json").exists()
     lists = {"05_x.txt", "05_x.paper.txt", "05_x.default.costs", "05_x.paper.costs"}
-    assert {path.name for path in (results / store.USED).iterdir()} == lists
+    assert {path.name for path in (results / publishing.USED).iterdir()} == lists
 
 
 def test_a_run_that_fails_leaves_a_list_and_one_that_ends_well_removes_it(place, monkeypatch):
     path = write_notebook(place / "repo" / "notebooks" / "05_x.ipynb", RECORDS, "1 / 0")
     with pytest.raises(SystemExit):
         run_notebooks(path, monkeypatch)
-    [left] = (place / "store" / "tiny" / store.USED).glob("*.new")
+    [left] = (place / "store" / "tiny" / publishing.USED).glob("*.new")
     assert left.read_text() == f"tiny/claims/{EXPERIMENT}.json\n"
     write_notebook(path, RECORDS)
     run_notebooks(path, monkeypatch)
@@ -567,4 +567,4 @@ def test_costs_are_published_with_the_notebook_and_serve_where_the_store_has_non
     shutil.rmtree(place / "store")
     [seconds] = costs.known("tiny", EXPERIMENT, "default", clock.speed).values()
     assert seconds == pytest.approx(60)
-    store.restore("tiny")  # they are no results
+    publishing.restore("tiny")  # they are no results

@@ -3,8 +3,9 @@
 import json
 import math
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from threading import Lock
 
 import joblib
 import pandas as pd
@@ -425,6 +426,18 @@ BAD_SWEEPS = {
     "grid has no values for eap": {"methods": ["eap"]},
     "price of one edge .*-0.1": {"grid": {"lam": [0.1, -0.1]}},
     "options for 'ucs'": {"options": {"ucs": {"steps": 3}}},
+    "options of ugs set its seed: .* `seeds`": {"options": {"ugs": {"seed": 3}}},
+    "options of eap set its ablation: .* `searched`": {"options": {"eap": {"ablation": "mean"}}},
+    "options of ugs set its lam: .* `grid`": {"options": {("ugs", "optimal"): {"lam": 0.1}}},
+    "options of eap_ig set its n_edges: .* `grid`": {"options": {"eap_ig": {"n_edges": 5}}},
+    "searched for 'epa'": {"searched": {"epa": "mean"}},
+    "searched for ugs: it trains constants": {"searched": {"ugs": "mean"}},
+    "there is no ablation 'mena'": {"searched": {"eap": "mena"}},
+    "acdc cannot search under 'optimal'": {
+        "methods": ["acdc"],
+        "ablations": ["optimal"],
+        "searched": {"acdc": "optimal"},
+    },
     "no ablation 'opt'": {"options": {("ugs", "opt"): {"steps": 3}}},
     "unexpected keyword argument 'stepps'": {"options": {"ugs": {"stepps": 3}}},
     "steps must be a whole number, at least 1": {"options": {"ugs": {"steps": 0}}},
@@ -433,6 +446,7 @@ BAD_SWEEPS = {
     "draws must be a whole number, at least 1": {"gap_options": {"draws": 0}},
     "no counterfactual prompts": {"ablations": ["mean", "counterfactual"], "bare": True},
     "no counterfactual prompt": {"methods": ["acdc"], "ablations": ["optimal"], "bare": True},
+    r"searched=\{'acdc': 'mean'\}": {"methods": ["acdc"], "ablations": ["optimal"], "bare": True},
 }
 
 
@@ -510,6 +524,61 @@ def test_options_may_differ_by_ablation_and_name_the_sweep(planted, task, tmp_pa
     assert len(names) == 4
 
 
+def test_what_stands_in_for_optimal_in_a_search_can_be_chosen(planted, task, tmp_path):
+    plain = replace(task, counterfactual=None)
+    ways = ["optimal", "mean"]
+    asked = (plain, ["eap", "acdc"], ways, {"n_edges": [9], "lam": [0.01]})
+    more = {"gap_options": {"steps": 2, "batch": 8}, "searched": {"eap": "mean", "acdc": "zero"}}
+    table = sweep(planted, *asked, **more).set_index(["method", "ablation"])
+    assert table.searched.to_dict() == {
+        ("eap", "optimal"): "mean",
+        ("eap", "mean"): "mean",
+        ("acdc", "optimal"): "zero",
+        ("acdc", "mean"): "mean",
+    }
+    found = eap(planted, plain, "mean", n_edges=9)
+    assert table.edges["eap", "optimal"] == found.mask.nonzero()[:, 0].tolist()
+    delta = gap(planted, plain, found, "optimal", **more["gap_options"])
+    assert table.gap["eap", "optimal"] == delta.mean
+
+
+def test_what_is_searched_names_a_sweep_only_where_it_is_not_the_usual(planted, task, tmp_path):
+    gap_options = {"steps": 1, "batch": 8}
+    asked = (planted, task, ["eap", "ugs"], ["optimal"], {"n_edges": [5], "lam": [0.01]})
+    more = {"gap_options": gap_options, "options": {"ugs": {"steps": 2, "prompts": 2}}}
+    usual = name_of(tmp_path, *asked, **more)
+    same = ({}, {"eap": "counterfactual"}, {"acdc": "mean"})
+    assert {name_of(tmp_path, *asked, **more, searched=one) for one in same} == {usual}
+    others = [name_of(tmp_path, *asked, **more, searched={"eap": one}) for one in ("mean", "zero")]
+    assert len({usual, *others}) == 3
+    fixed = (planted, task, ["eap"], ["mean"], {"n_edges": [5]})
+    assert name_of(tmp_path, *fixed) == name_of(tmp_path, *fixed, searched={"eap": "zero"})
+
+
+def test_circuits_of_a_sweep_are_named_by_method_ablation_value_and_seed(
+    planted, task, monkeypatch
+):
+    """As long as nothing else is asked for: long runs are stored under these names."""
+    inputs = {}
+
+    def run(*given, **more):
+        inputs.update(more["inputs"])
+        raise store.NotStored
+
+    monkeypatch.setattr(store, "run", run)
+    asked = (planted, task, ["eap", "ugs"], ["optimal", "mean"], {"n_edges": [5], "lam": [0.1]})
+    with pytest.raises(store.NotStored):
+        sweep(*asked, seeds=[0, 3])
+    pairs = [("eap", 5), ("ugs", 0.1)]
+    assert inputs["circuits"] == [
+        [method, ablation, value, seed]
+        for method, value in pairs
+        for ablation in ("optimal", "mean")
+        for seed in (0, 3)
+    ]
+    assert set(inputs) == {"circuits", "versions", "settings", "gap"}
+
+
 def name_of(folder, *asked, **more) -> str:
     """Under which a sweep is stored."""
     before = set(folder.rglob("sweeps/*.json"))
@@ -569,21 +638,35 @@ def test_workers_give_the_same_rows_as_one_process(tiny, tmp_path, monkeypatch):
 
 
 def test_sweep_runs_under_dask(tiny, tmp_path, monkeypatch):
+    """Its workers load the model by name; they are threads of this process, since starting others
+    would take longer than all the rest."""
     distributed = pytest.importorskip("distributed")
     masked = MaskedModel(tiny)
     task = tasks.ioi(tiny, 8)
     asked = (masked, task, ["eap"], ["counterfactual"], {"n_edges": [40, 300]})
+    load = cache(models._loaded.__wrapped__)
+    one_at_a_time = Lock()
+    loaded = []
+
+    def noted(*named):
+        with one_at_a_time:
+            loaded.append((dict(named[0])["name"], distributed.get_worker().name))
+            return load(*named)
+
+    monkeypatch.setattr(models, "_loaded", noted)
     with (
         distributed.LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
         ) as cluster,
         distributed.Client(cluster),
-        joblib.parallel_config(backend="dask"),
+        joblib.parallel_config(backend="dask", n_jobs=2),
     ):
         there = sweep(*asked)
+    assert [name for name, _ in loaded] == ["tiny", "tiny"]
     monkeypatch.setenv("OA_STORE", str(tmp_path / "other"))
     monkeypatch.setenv("OA_JOBS", "1")
     assert there.equals(sweep(*asked))
+    assert len(loaded) == 2, "a single process has its own"
 
 
 # ---- random circuits
@@ -620,6 +703,11 @@ def test_random_circuits_are_measured_like_the_one_that_was_found(dense, monkeyp
     assert measured[ways].tolist() == circuits.set_index("ablation").gap[ways].tolist()
     assert all(len(curve) == 3 for curve in table[table.ablation == "optimal"].curve)
     assert (table[table.kind == "random"].n_edges.between(20, 60)).all()
+    found = table[table.kind == "found"].set_index("ablation").each
+    assert found[ways].tolist() == circuits.set_index("ablation").each[ways].tolist()
+    for row in table.itertuples():
+        assert len(row.each) == len(task.test)
+        assert sum(row.each) / len(row.each) == pytest.approx(row.gap, rel=1e-3)
     monkeypatch.setattr(models, "each", lambda *given, **more: pytest.fail("measured again"))
     again = against_random(dense, task, circuits, n=3, tolerance=0.5, gap_options=quick)
     pd.testing.assert_frame_equal(table, again)

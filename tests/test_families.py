@@ -480,6 +480,18 @@ def test_oca_lenses_train(model):
     assert lens.losses(read(model, tokens_of(model, 4, LENGTH, 1))).isfinite().all()
 
 
+# ---- what is edited, and what is only used
+
+
+def test_using_a_model_is_no_edit(model):
+    before = model.fingerprint
+    assert before == model.as_loaded
+    model.bridge(tokens_of(model, 4, LENGTH))
+    model.bridge.run_with_cache(tokens_of(model, 2, LENGTH))
+    oa.component_gaps(model, toy_task(model, n=8), ["a1", "m1"], ["mean"])
+    assert model.fingerprint == before
+
+
 # ---- half precision
 
 

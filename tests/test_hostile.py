@@ -80,8 +80,8 @@ def circuit_file(folder):
 def lens_file(folder):
     model = models.wrap(random_gpt2(), name="random")
     path = folder / "lens.safetensors"
-    lens = lenses.LogitLens(model)
-    lens.save(path)
+    constants = torch.arange(3.0 * model.d_model).sin().reshape(3, -1)
+    lenses.MeanLens(model, {"constants": constants}).save(path)
 
     def read():
         resid = torch.ones(1, model.d_model)
@@ -156,26 +156,32 @@ def test_what_is_no_file_is_no_hang_and_no_traceback(make, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "why"),
     [
-        {"tensors": 5},
-        {"tensors": "../../x"},
-        {"numbers": None},
-        {"settings": []},
-        {"version": "1"},
-        {"identity": None},
+        ({"tensors": 5}, "lacks what a result has"),
+        ({"tensors": "../../x"}, "x is not a file"),
+        ({"tensors_sha256": None}, "is not the one its JSON names"),
+        ({"numbers": None}, "has no numbers"),
+        ({"numbers": [0.5]}, "has no numbers"),
+        ({"identity": None}, "belongs to another run"),
     ],
 )
-@pytest.mark.filterwarnings("ignore")
-def test_a_sealed_result_with_the_wrong_parts_is_computed_again(change, tmp_path):
+def test_a_sealed_result_with_the_wrong_parts_is_computed_again(change, why, tmp_path):
     path, read = result_file(tmp_path)
     record = store.read_record(path)
     store.write_record(path, {**record, **change})
-    try:
-        found = read()
-    except TypeError:
-        pytest.fail("a traceback")
-    assert found is None or "numbers" not in change
+    with pytest.warns(UserWarning, match=f"{why}.*: computing it again"):
+        assert read() is None
+
+
+@pytest.mark.parametrize("change", [{"settings": []}, {"version": "1"}])
+def test_what_a_run_does_not_read_from_its_result_changes_nothing(change, tmp_path):
+    """Settings and version stand in the identity, which is what counts."""
+    path, read = result_file(tmp_path)
+    expected = read()
+    record = store.read_record(path)
+    store.write_record(path, {**record, **change})
+    assert read() == expected == ({"gap": 0.5, "rows": [{"a": 1}]}, [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -382,9 +388,26 @@ def test_a_converted_model_is_checked_byte_by_byte(tmp_path, monkeypatch):
         assert weights.read_bytes() == b"weights" * 100
     weights.unlink()
     sources.smollm2()
-    (weights.parent / sources.HASHES).write_text("[" * 10**5)
-    sources.smollm2()
-    assert len(made) == 5
+    hashes = weights.parent / sources.HASHES
+    for text in ("[" * 10**5, "{}", "[]", "null", '{"other": "0"}'):
+        hashes.write_text(text)
+        sources.smollm2()
+        assert json.loads(hashes.read_text()).keys() == {"model.safetensors"}
+    assert len(made) == 9
+
+
+def test_a_converted_model_has_no_file_that_was_not_written(tmp_path, monkeypatch):
+    """Neither one that no hash stands for, nor hashes alone."""
+    monkeypatch.setenv("OA_CACHE", str(tmp_path))
+    (tmp_path / sources.HASHES).write_text("{}")
+    assert not sources._is_whole(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert not sources._is_whole(tmp_path)
+    hashes = {"config.json": sources.file_sha256(tmp_path / "config.json")}
+    (tmp_path / sources.HASHES).write_text(json.dumps(hashes))
+    assert sources._is_whole(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    assert not sources._is_whole(tmp_path)
 
 
 def test_two_processes_that_convert_at_once_leave_one_whole_model(tmp_path, monkeypatch):

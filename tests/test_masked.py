@@ -2,6 +2,7 @@
 identities it has to keep."""
 
 import gc
+import inspect
 import weakref
 from types import SimpleNamespace
 
@@ -842,8 +843,9 @@ def test_wrong_inputs_are_named(models):
         masked(tokens, last, mask, fill._replace(embed=fill.embed[None]))
     with pytest.raises(ValueError, match=r"fill\.rows"):
         masked(tokens, last, mask, masked.activations(tokens[:2]))
-    with pytest.raises(TypeError, match="Constants"):
-        masked(tokens, last, mask, fill.embed)
+    as_users_call_it = inspect.unwrap(MaskedModel._fill)  # nobody checks types there
+    with pytest.raises(TypeError, match="a fill is Constants or Activations, got Tensor"):
+        as_users_call_it(masked, fill.embed, *tokens.shape)
 
 
 def test_norms_that_cannot_be_folded_are_refused(models, monkeypatch):

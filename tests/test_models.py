@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from conftest import random_gpt2, random_llama
 
-from oa_utils import machine, models, sources
+from oa_utils import machine, models, sources, store, tasks
+from oa_utils.components import component_gaps
 from oa_utils.models import load_model, recording, wrap
 
 
@@ -201,6 +203,22 @@ def one_field(model):
     model.bridge.original_model.config.activation_function = "relu"
 
 
+def a_norm_s_epsilon(model):
+    model.layers[1].ln1.eps = 1e-3
+
+
+def a_buffer_that_is_saved(model):
+    model.bridge.original_model.register_buffer("extra", torch.ones(2))
+    model.edited_from = model.fingerprint
+    model.bridge.original_model.extra[1] = 2.0
+
+
+def a_buffer_that_is_not_saved(model):
+    model.bridge.original_model.register_buffer("extra", torch.ones(2), persistent=False)
+    model.edited_from = model.fingerprint
+    model.bridge.original_model.extra[1] = 2.0
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -210,6 +228,9 @@ def one_field(model):
         two_signs,
         one_head_of_the_walk,
         one_field,
+        a_norm_s_epsilon,
+        a_buffer_that_is_saved,
+        a_buffer_that_is_not_saved,
     ],
 )
 def test_fingerprint_changes_with_any_edit_after_loading(edit):
@@ -217,6 +238,34 @@ def test_fingerprint_changes_with_any_edit_after_loading(edit):
     model.edited_from = model.fingerprint
     edit(model)
     assert model.fingerprint != model.edited_from
+
+
+def test_fingerprint_sees_edited_rotations_and_tells_two_edits_apart():
+    model = wrap(random_llama())
+    tokens = torch.randint(2, 60, (2, 6))
+    last = torch.tensor([5, 3])
+    before = (model.fingerprint, model(tokens, last))
+    frequencies = model.layers[0].rotary.module.inv_freq
+    assert not [name for name in model.bridge.original_model.state_dict() if "inv_freq" in name]
+    seen = [before[0]]
+    for _ in range(2):
+        frequencies *= 2
+        seen.append(model.fingerprint)
+        model.layers[1].ln1.variance_epsilon *= 10
+        seen.append(model.fingerprint)
+    assert len(set(seen)) == 5
+    assert not torch.allclose(model(tokens, last), before[1])
+    frequencies /= 4
+    model.layers[1].ln1.variance_epsilon /= 100
+    assert model.fingerprint == before[0]
+
+
+@pytest.mark.parametrize("name", ["tiny", pytest.param("smollm2-135m", marks=pytest.mark.real)])
+def test_fingerprints_of_models_whose_results_are_published_stay(name):
+    """All that is stored of them is named by it."""
+    published = store.records(name, "single_components").values()
+    named = {record["model_fingerprint"] for record in published}
+    assert named == {load_model(name).fingerprint}
 
 
 def test_fingerprint_comes_back_with_the_weights():
@@ -306,6 +355,41 @@ def test_log_probs_of_a_bfloat16_model_are_float32(tmp_path, make):
     assert log_probs.dtype == torch.float32
     assert model.finish(model.embed(tokens), 0, last).dtype == torch.float32
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(2), atol=1e-5, rtol=0)
+
+
+def rounded(name, *types):
+    """A model whose weights were rounded to one type after the other."""
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(sources.locate(name), attn_implementation="eager")
+    for dtype in types:
+        hf = hf.to(dtype)
+    return wrap(hf, load_model(name).tokenizer, name=f"{name} {types[-1]}")
+
+
+def test_small_gaps_of_a_bfloat16_model_are_those_of_its_weights_in_float32():
+    """Logits in bfloat16 would add about 2e-4 nats to each of them."""
+    half = rounded("tiny", torch.bfloat16)
+    exact = rounded("tiny", torch.bfloat16, torch.float32)
+    assert half.dtype == torch.bfloat16
+    task = tasks.greater_than(exact, n=64)
+    heads = [f"a{layer}.h{head}" for layer in range(6) for head in range(exact.n_heads)]
+    gaps = [torch.tensor(component_gaps(m, task, heads, ["mean"]).gap) for m in (half, exact)]
+    small = gaps[1] < 0.005
+    assert small.sum() > 10
+    torch.testing.assert_close(gaps[0][small], gaps[1][small], rtol=0.03, atol=1e-4)
+
+
+def test_precision_is_raised_for_one_call_and_for_what_needs_it(monkeypatch):
+    half = torch.nn.LayerNorm(8, dtype=torch.bfloat16)
+    x = torch.randn(3, 8)
+    exact = torch.nn.LayerNorm(8)
+    torch.testing.assert_close(models.in_precision_of(x, half), exact(x), atol=0, rtol=0)
+    half.weight.data[2] = 3.0  # an edit counts at once
+    assert not torch.allclose(models.in_precision_of(x, half), exact(x))
+    assert half.weight.dtype == torch.bfloat16
+    monkeypatch.setattr(torch.func, "functional_call", None)
+    assert torch.equal(models.in_precision_of(x, exact), exact(x))
 
 
 def test_the_budget_is_set_at_loading(monkeypatch):
@@ -540,6 +624,26 @@ def test_one_process_has_an_accelerator_unless_more_are_asked_for(tiny, monkeypa
         assert models.each(shifted, tiny, [1, 2]) == ["workers"]
     monkeypatch.setenv("OA_JOBS", "2")
     assert models.each(shifted, tiny, [1, 2]) == ["workers"]
+
+
+def test_more_workers_than_memory_holds_are_told_of_once(monkeypatch):
+    """A control group would end them without a word."""
+    machine._warn_of_memory.cache_clear()
+    monkeypatch.setattr(machine, "memory", lambda: 2.5 * machine.WORKER)
+    for allowed in ("1", "2"):
+        monkeypatch.setenv("OA_JOBS", allowed)
+        with warnings.catch_warnings(action="error"):
+            assert machine.jobs() == int(allowed)
+    monkeypatch.setenv("OA_JOBS", "3")
+    with warnings.catch_warnings(action="always", record=True) as warned:
+        assert [machine.jobs(), machine.jobs()] == [3, 3]
+    [words] = [str(warning.message) for warning in warned]
+    assert words.startswith("OA_JOBS asks for 3 processes, which may take 9.0 GB")
+    assert "there are 7.5 GB for all of them" in words
+    monkeypatch.setattr(machine, "memory", lambda: machine.WORKER / 2)
+    monkeypatch.setenv("OA_JOBS", "1")
+    with warnings.catch_warnings(action="error"):
+        assert machine.jobs() == 1  # fewer there cannot be
 
 
 def test_workers_refuse_files_that_were_changed(tmp_path, monkeypatch):

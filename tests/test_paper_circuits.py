@@ -2,7 +2,11 @@
 is published."""
 
 import json
+import os
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -10,11 +14,11 @@ import pytest
 from conftest import random_gpt2
 
 from oa_utils import store, tasks
-from oa_utils.circuits import manual_circuit
+from oa_utils.circuits import Circuit, manual_circuit
 from oa_utils.fills import ABLATIONS, edge_constants
-from oa_utils.graph import Graph
+from oa_utils.graph import Edge, Graph
 from oa_utils.masked import MaskedModel
-from oa_utils.models import wrap
+from oa_utils.models import Model, wrap
 from oa_utils.paper import circuits as study
 from oa_utils.paper import claims, random
 from oa_utils.search import against_random, sweep, ugs
@@ -287,7 +291,7 @@ PLAN = study.Study(
     n=24,
     lam=(0.1,),
     lam_oa=(0.1,),
-    lam_few=(0.1,),
+    lam_few={},
     shares=(),
     shares_oa=(),
     options=OPTIONS,
@@ -301,6 +305,80 @@ def test_a_study_leaves_out_searches_under_mean_and_resample_alone(masked, ioi):
     assert set(whole) == {(method, way) for method in methods for way in study.WAYS}
     less = replace(PLAN, methods=methods, not_few=("hcgs",)).grid(masked.graph, ioi)
     assert set(whole) - set(less) == {("hcgs", "mean"), ("hcgs", "resample")}
+
+
+def test_prices_under_mean_and_resample_are_those_given_for_the_search_or_the_ablation(
+    masked, ioi, other
+):
+    few = {"mean": (0.3, 0.2), ("acdc", "mean"): (0.5,)}
+    methods = ("ugs", "hcgs", "acdc")
+    plan = replace(PLAN, lam=(0.1, 0.01), lam_oa=(0.04,), lam_few=few, methods=methods, most_hcgs=1)
+    grid = plan.grid(masked.graph, ioi)
+    assert [grid["ugs", way] for way in study.WAYS] == [
+        (0.1, 0.01),
+        (0.04,),
+        (0.3, 0.2),
+        (0.1, 0.01),
+    ]
+    assert [grid["acdc", way] for way in study.WAYS] == [
+        (0.1, 0.01),
+        (0.1, 0.01),
+        (0.5,),
+        (0.1, 0.01),
+    ]
+    assert grid["hcgs", "counterfactual"] == (0.1,)
+    assert grid["hcgs", "mean"] == (0.3, 0.2)
+    assert ("acdc", "optimal") not in plan.grid(masked.graph, other)
+
+
+def sized(n_parameters: int) -> Model:
+    """A model of which only the size is known."""
+    return Mock(spec=Model, budget="default", n_parameters=n_parameters)
+
+
+@pytest.mark.parametrize(
+    "name, searches, pruned_under",
+    [
+        ("ioi", ("eap", "eap_ig", "eap_ig_masks"), "counterfactual"),
+        ("greater_than", ("eap", "eap_ig_masks"), "resample"),
+    ],
+)
+def test_a_large_models_sweep_is_the_one_that_stored_runs_are_named_by(
+    ioi, name, searches, pruned_under
+):
+    graph = Graph(12, 12)
+    plan = study.study(sized(10**9), name)
+    prices = (3e-3, 1e-3, 3e-4)
+    sizes = [65, 162, 325, 650, 1300]
+    some = [162, 650]
+    expected = {("ugs", way): prices for way in study.WAYS}
+    expected |= {(search, way): sizes for search in searches for way in study.WAYS}
+    expected |= {(search, "optimal"): some for search in searches}
+    expected["edge_pruning", pruned_under] = some
+    if name == "ioi":
+        for way in ("counterfactual", "optimal"):
+            expected |= {("hcgs", way): prices[:2], ("acdc", way): prices}
+    assert plan.grid(graph, replace(ioi, name=name)) == expected
+    assert set(map(tuple, plan.seeds_from(0).values())) == {(0,)}
+
+
+@pytest.mark.parametrize("name", study.TASKS)
+def test_a_small_model_has_prices_of_its_own_under_mean_and_resample(ioi, name):
+    plan = study.study(sized(10**5), name)
+    grid = plan.grid(Graph(6, 6), replace(ioi, name=name))
+    for way in ("mean", "resample"):
+        for method in ("ugs", "hcgs", "acdc"):
+            assert len(grid[method, way]) >= 3
+            assert list(grid[method, way]) == sorted(grid[method, way], reverse=True)
+    seeds = plan.seeds_from(0)
+    assert seeds["hcgs", "optimal"] == seeds["ugs", "counterfactual"] == [0, 1, 2]
+
+
+def test_what_a_search_spends_is_said_in_words():
+    plan = replace(PLAN, options={"ugs": {"steps": 5, "masks": 1}, "eap_ig": {"points": 7}})
+    assert plan.spending("ugs", "optimal") == "5 steps × 1 mask"
+    assert plan.spending("eap_ig", "mean") == "7 points"
+    assert plan.spending("eap", "mean") == ""
 
 
 def test_a_study_refuses_what_it_does_not_have(masked, ioi):
@@ -362,7 +440,7 @@ def test_claims_on_estimators_hold_and_fail(ioi):
 
 def test_spoofing_compares_tasks(masked, ioi, greater_than):
     options = {"ugs": {**PACE, "noise": 1.0}}
-    plan = study.Study(12, (0.1,), (0.1,), (0.1,), (0.2,), (0.2,), options, GAP)
+    plan = study.Study(12, (0.1,), (0.1,), {}, (0.2,), (0.2,), options, GAP)
     table = study.spoofing(masked, {ioi: plan, greater_than: plan})
     assert list(table.index) == ["ioi", "gt"]
     assert table.paper["ioi"] > 2 * table.paper["gt"], "the paper, on the authors' numbers"
@@ -405,7 +483,7 @@ def test_constants_by_position_are_searched_and_measured(masked, ioi):
 def test_budgets_are_checked_on_the_validation_part(masked, tmp_path):
     task = tasks.ioi(masked.model, 40)
     options = {"eap_ig_masks": {"points": 2}}
-    plan = study.Study(40, (0.1,), (0.1,), (0.1,), (0.2, 0.5, 0.9), (0.5,), options, GAP)
+    plan = study.Study(40, (0.1,), (0.1,), {}, (0.2, 0.5, 0.9), (0.5,), options, GAP)
     table = study.budget_check(masked, task, plan, "counterfactual", ["eap_ig_masks"])
     assert len(table) == 3
     assert table.moved.notna().all()
@@ -413,6 +491,60 @@ def test_budgets_are_checked_on_the_validation_part(masked, tmp_path):
     assert {record["settings"]["points"] for record in points} == {2, 4}
     gaps = [store.read_record(path) for path in tmp_path.rglob("circuit_gaps/*.json")]
     assert {record["numbers"]["n"] for record in gaps} == {len(task.validation)}
+
+
+def test_a_search_is_timed_in_a_store_of_its_own(masked, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "scripts")
+    task = tasks.ioi(masked.model, 40)
+    options = {"eap_ig_masks": {"points": 2}}
+    plan = study.Study(40, (0.1,), (0.1,), {}, (0.2, 0.5), (0.5,), options, GAP)
+    before = os.environ.get("OA_STORE")
+    timed = import_module("budgets").seconds_of_one
+    assert timed(masked, task, plan, "counterfactual", "eap_ig_masks") > 0
+    assert os.environ.get("OA_STORE") == before
+    assert not list(tmp_path.rglob("search_eap/*.json"))
+
+
+def test_searches_that_miss_the_rule_for_budgets_are_named():
+    rows = [
+        ("ugs", "counterfactual", -0.1, 0.2),
+        ("ugs", "counterfactual", 0.0, 0.0),
+        ("hcgs", "optimal", -0.3, 0.1),
+        ("hcgs", "optimal", -0.1, 0.2),
+    ]
+    budgets = pd.DataFrame(rows, columns=["method", "ablation", "moved", "error"])
+    searches = study.settled(budgets)
+    assert searches["within one error"].tolist() == [2, 1]
+    meets, misses, lower, copied = study.settled_words(searches)
+    assert meets.endswith("at all sizes: UGS under CF")
+    assert misses.endswith("is not met: HCGS under OA (1 of 2 sizes)")
+    assert lower.endswith("twice the budget: HCGS under OA")
+    assert copied.startswith("HCGS under OA: copied")
+    timed = study.settled(budgets.assign(seconds=2.0))
+    assert timed["seconds"].tolist() == [2.0, 2.0]
+    assert len(study.settled_words(timed)) == 3
+
+
+def test_fronts_are_put_into_words():
+    sides = (("ugs", "mean"), ("acdc", "mean"))
+    table = fronts(dict(zip(sides, (1.0, 4.0), strict=True)))
+    words = study.ratio_words(table, *sides, "UGS over ACDC")
+    assert words.startswith("UGS over ACDC: 0.25 [0.2")
+    assert study.ratio_words(table, sides[0], ("eap", "mean"), "x") == "x: no common size"
+    narrow = table[(table.method == "acdc") | (table.n_edges == 10)]
+    assert "no interval (10 edges only" in study.ratio_words(narrow, *sides, "x")
+    assert (
+        study.lowest(table) == "lowest Δ in the middle of the sizes: mean, 20 edges: UGS (0.5 nats)"
+    )
+    assert "no front has that size" in study.lowest(table[:0])
+
+
+def test_the_busiest_vertex_of_a_circuit_is_named(masked):
+    edges = [("embed", "m0"), ("m0", "m1"), ("m0", "out"), ("m1", "out")]
+    circuit = Circuit.from_edges(masked.model, [Edge(*edge, "") for edge in edges])
+    words = "4 edges between 4 vertices; most of them, 3, begin or end at m0"
+    assert study.busiest(circuit) == words
+    assert study.busiest(Circuit.from_edges(masked.model, [])) == "the circuit is empty"
 
 
 # ---- random circuits
@@ -449,6 +581,15 @@ def test_claims_about_random_circuits_hold_and_fail(ioi):
     assert measured["random_ioi.ratio.mean"] == pytest.approx(0.1)
     paper = {claim.id: claim.paper_value for claim in good}
     assert paper["random_ioi.ratio.optimal"] == pytest.approx(0.065, abs=0.001)
+
+
+def test_train_gaps_stand_beside_test_gaps_where_constants_were_trained(ioi):
+    table = against(1.0, FAST, SLOW, 0.1)
+    is_trained = table.ablation == "optimal"
+    table["curve"] = table.curve.where(is_trained, None).map(lambda curve: curve or ())
+    rows = random.summary(table, ioi)
+    assert rows["found, train"]["optimal"] == pytest.approx(FAST)
+    assert rows["found, train"].isna().sum() == 3
 
 
 def test_spreads_of_random_circuits_that_all_do_the_same_are_not_compared(ioi):
@@ -515,6 +656,20 @@ def test_random_circuits_of_any_task_are_summed_up_and_claimed_where_the_paper_h
         ratio = rows["found"] / rows["random"]
         assert rows.ratio.to_numpy() == pytest.approx(ratio.to_numpy())
         assert bool(random.claims(table, task)) == in_paper
+
+
+def test_every_claim_has_a_reason_of_its_own():
+    """What may be behind it if it does not hold."""
+    chapters = {"circuits_": study.WHYS, "random_": random.WHYS}
+    known = [claim for claim in claims.published("tiny") if claim.id.startswith(tuple(chapters))]
+    assert len(known) > 60
+    for claim in known:
+        whys = chapters[claim.id.partition("_")[0] + "_"]
+        why = claims.reason(claim.id, whys)
+        assert why not in ("", whys.get("circuits_")), claim.id
+    for why in [*study.WHYS.values(), *random.WHYS.values()]:
+        assert not why.endswith(".")
+        assert not any(letter.isdigit() for letter in why)
 
 
 # ---- what is published

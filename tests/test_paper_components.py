@@ -164,6 +164,20 @@ def test_without_counterfactuals_there_are_no_claims_on_them():
     assert statistics == {"mean_gap", "median_gap", "median_ratio", "clamped_mean_ratio"}
 
 
+def test_every_claim_has_a_reason_why_it_may_fail():
+    gaps = long(anchors())
+    listed = [*study.claims(gaps, n=10), study.closed_form(gaps, gaps, n=10)]
+    ids = [claim.id for claim in listed]
+    assert any(id.endswith(".live") for id in ids)
+    ids.append("quickstart.proposition1")
+    for id in ids:
+        assert claims.reason(id, study.WHYS), id
+    for prefix, why in study.WHYS.items():
+        assert any(id.startswith(prefix) for id in ids), prefix
+        assert why[0].islower()
+        assert not why.endswith(".")
+
+
 def test_statements_hold_no_results():
     """A README's row has one statement for all models."""
     gaps = long(anchors())
@@ -180,6 +194,11 @@ def test_the_finding_says_where_no_component_is_live():
     assert f"{len(study.live(gaps))} live components" in study.finding(gaps, "m", "t")
     dead = long(anchors() * 1e-6)
     assert "156 components, none of them live," in study.finding(dead, "m", "t")
+
+
+def test_the_finding_names_the_best_of_the_others_as_figures_do():
+    gaps = long(anchors().assign(cf_mean=lambda table: 2 * table.counterfactual))
+    assert "(CF mean, the best of the others: 1.00)" in study.finding(gaps, "m", "t")
 
 
 # ---- what is published

@@ -7,6 +7,7 @@ import pytest
 
 from oa_utils.elicitation import DEMONSTRATIONS, KINDS
 from oa_utils.paper import elicitation as study
+from oa_utils.paper.claims import reason
 
 
 def table_of(**boosts):
@@ -56,6 +57,7 @@ def test_claims_say_what_the_table_says():
     assert claims["control.tuned.true"].holds is None  # as large as the margin
     assert claims["false_more"].holds is None
     assert "categories.true" not in claims
+    assert all(reason(f"elicitation.{id}", study.WHYS) for id in claims)
     lead = claims["lead.true"]
     assert lead.measured == pytest.approx(0.1 / 3) and lead.holds and "few sets" in lead.note
     assert lead.high - lead.measured == pytest.approx(1.96 * 0.01 * (6**0.5) / 3)
@@ -68,6 +70,7 @@ def test_five_sets_give_an_interval_and_things_stand_for_dbpedia():
     assert lead.holds and lead.low == pytest.approx(0.2) and "over sets" in lead.note
     assert claims["wins.false"].holds is None and claims["wins.false"].measured == 1
     assert claims["categories.true"].measured == pytest.approx(0.2)
+    assert all(reason(f"elicitation.{id}", study.WHYS) for id in claims)
     assert not any("control" in id for id in claims)
     many = {f"set{i}": (0.3, 0.1, 0) for i in range(6)}
     assert claims_of(table_of(**many))["wins.true"].holds

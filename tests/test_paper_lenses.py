@@ -10,6 +10,7 @@ import torch
 
 from oa_utils import lenses, store
 from oa_utils.paper import lenses as study
+from oa_utils.paper.claims import reason
 
 SIZES = {"train": 160, "validation": 32, "test": 32, "length": 12, "positions": 2}
 SMALL = study.Study(**SIZES, others=(6,), steps=6, batch=16, oca_batch=16, seeds=2)
@@ -81,8 +82,8 @@ def test_lens_claims_by_hand():
         "resample": [1.0, 0.62, 0.0],
     }
     rows = [
-        {"lens": "oca", "parameters": 3, "multiply_adds_by_seed": [5e9, 5.01e9]},
-        {"lens": "tuned", "parameters": 60, "multiply_adds_by_seed": [4e9, 4e9]},
+        {"lens": "oca", "multiply_adds_by_seed": [5e9, 5.01e9]},
+        {"lens": "tuned", "multiply_adds_by_seed": [4e9, 4e9]},
     ]
     tensors = {
         name: torch.tensor(value)[None, :, None].expand(2, -1, 8) for name, value in losses.items()
@@ -101,11 +102,33 @@ def test_lens_claims_by_hand():
         "oca_over_resample": (0.25, True),
         "oca_below_001": (0.5, True),
         "tuned_never_001": (1.0, True),
-        "parameters": (0.05, True),
         "training_cost": (1.25, True),
     }
     assert claims["lens.oca_over_tuned"].paper_value < 1
     assert all(claim.source == "x.json" for claim in claims.values())
+    assert all(reason(id, study.WHYS) for id in claims)
+
+
+@pytest.mark.parametrize(
+    ("by_seed", "said"),
+    [
+        ([5e9], "one seed gives no interval"),
+        ([5e9, 5e9], "several seeds that agree give no interval"),
+        ([5e9, 6e9], ""),
+    ],
+)
+def test_where_no_interval_decides_the_cost_the_note_says_why(by_seed, said):
+    rows = [
+        {"lens": "oca", "multiply_adds_by_seed": by_seed},
+        {"lens": "tuned", "multiply_adds_by_seed": [4e9] * len(by_seed)},
+    ]
+    names = ("oca", "tuned", "tuned_random", "mean", "resample")
+    tensors = {name: torch.ones(len(by_seed), 3, 8) for name in names}
+    result = store.Result({"rows": rows}, tensors, 0.0, Path("x.json"))
+    claims = {claim.id: claim for claim in study.lens_claims(result, n=5)}
+    assert bool(claims["lens.training_cost"].note) == bool(said)
+    assert claims["lens.training_cost"].note.startswith(said)
+    assert claims["lens.training_cost"].holds is None
 
 
 def test_an_interval_covers_contexts_and_seeds():
@@ -144,6 +167,7 @@ def test_faithfulness_claims_compare_lenses_in_their_own_bases():
     assert len(claims) == 10
     failed = [claim for claim in claims.values() if claim.holds is False]
     assert [claim.id for claim in failed] == ["faithfulness.project_basis.direction"]
+    assert all(reason(id, study.WHYS) for id in claims)
     assert failed[0].measured == pytest.approx(-0.4) and "3 of 4 layers" in failed[0].note
     # in random directions the paired error counts, in two bases both errors do
     assert claims["faithfulness.steer_random.direction"].holds is None

@@ -78,6 +78,7 @@ def test_claims_hold_and_fail_as_the_numbers_say():
         assert claim.measured == pytest.approx(claim.paper_value, rel=1e-3)
     exchanged = table.assign(method=table.method.map({"gnt": "oat", "oat": "gnt"}))
     bad = {claim.id: claim.holds for claim in study.claims(exchanged, table, 48, n=50)}
+    assert all(claims.reason(id, study.WHYS) for id in bad)
     for name in ("peak.attn.last", "single.lead", "quiet.attn.last", "share", "entropy"):
         assert bad[f"tracing.{name}"] is False
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import networkx
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,6 +221,13 @@ def test_hard_concrete_draws_are_zero_as_often_as_they_are_charged_for(log_alpha
     assert abs((draws > 0).double().mean() - charged) < 1e-3
     assert ((draws >= 0) & (draws <= 1)).all()
     assert (draws.diff(dim=0) >= 0).all()  # in the order of u
+
+
+def test_acdc_without_a_guess_is_refused_where_it_would_never_end(monkeypatch):
+    monkeypatch.setattr(store, "run", lambda *_, **__: pytest.fail("computed"))
+    masked = dense_model()
+    with pytest.raises(ValueError, match="guess must be a whole number, at least 1, got 0"):
+        oa.acdc(masked, make_task(masked.model, n=8), lam=1e-2, guess=0)
 
 
 # ---- store

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
@@ -6,6 +8,14 @@ from toys import dense_model, make_task
 from oa_utils import ranking
 from oa_utils.circuits import Circuit
 from oa_utils.search import eap_ig, gap
+
+
+def done_task(masked):
+    """A task that the model does: what it finds likeliest is right, what it finds least likely
+    wrong."""
+    task = make_task(masked.model)
+    order = task.log_probs(masked.model).argsort(-1)
+    return replace(task, right=order[:, -1:], wrong=order[:, :1])
 
 
 def test_areas_of_a_curve_worked_out_by_hand():
@@ -17,7 +27,7 @@ def test_areas_of_a_curve_worked_out_by_hand():
 
 def test_the_curve_ends_at_the_whole_model_and_is_the_gap_of_the_ranked_circuits():
     masked = dense_model()
-    task = make_task(masked.model)
+    task = done_task(masked)
     torch.manual_seed(0)
     scores = torch.randn(len(masked.graph))
     curve = ranking.faithfulness_curve(masked, task, scores, shares=(0.3, 1.0))
@@ -35,7 +45,7 @@ def test_the_curve_ends_at_the_whole_model_and_is_the_gap_of_the_ranked_circuits
 
 def test_a_good_ranking_has_the_larger_area():
     masked = dense_model()
-    task = make_task(masked.model)
+    task = done_task(masked)
     scores = torch.tensor(
         eap_ig(masked, task, n_edges=5, ablation="counterfactual").history["scores"]
     )
@@ -54,3 +64,18 @@ def test_scores_that_rank_nothing_are_refused(scores):
         scores = torch.full((len(masked.graph),), torch.nan)
     with pytest.raises(ValueError, match="one for each edge"):
         ranking.faithfulness_curve(masked, make_task(masked.model), scores)
+
+
+def test_a_task_that_the_model_does_not_do_is_refused_with_what_is_wrong():
+    """Right and wrong answers in turn: what the whole model adds is nothing on average."""
+    masked = dense_model()
+    task = done_task(masked)
+    swapped = (torch.arange(len(task)) % 2 == 0)[:, None]
+    right = torch.where(swapped, task.wrong, task.right)
+    wrong = torch.where(swapped, task.right, task.wrong)
+    fair = replace(task, right=right, wrong=wrong)
+    empty = Circuit(masked.graph, torch.zeros(len(masked.graph)), "ranked")
+    lost = gap(masked, fair, empty, "counterfactual", metric="logit_diff")
+    assert not lost.mean > 2 * lost.se, "nothing is lost here"
+    with pytest.raises(ValueError, match="no more than two standard errors.*does not do the task"):
+        ranking.faithfulness_curve(masked, fair, torch.ones(len(masked.graph)))

@@ -14,7 +14,13 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+import jaxtyping
 import pytest
+import torch
+from conftest import script_of
+from packaging.requirements import Requirement
+
+from oa_utils import machine, stats
 
 ROOT = Path(__file__).parent.parent
 LOCK = (ROOT / "requirements.lock").read_text().splitlines()
@@ -63,6 +69,15 @@ def test_the_library_depends_on_what_it_imports_and_on_nothing_else():
     needed = {plain(owners[module][0]) for module in outside}
     unseen = {"gguf"}  # transformers imports it to read SmolLM2's file
     assert needed | unseen == {plain(r) for r in PROJECT["dependencies"]}
+
+
+def test_the_lock_is_within_the_bounds_of_pyproject():
+    pinned = dict(line.split("==") for line in LOCK)
+    pinned = {plain(name): version for name, version in pinned.items()}
+    extras = [r for group in PROJECT["optional-dependencies"].values() for r in group]
+    for text in PROJECT["dependencies"] + extras:
+        requirement = Requirement(text)
+        assert pinned[plain(requirement.name)] in requirement.specifier, text
 
 
 def test_environment_yml_installs_the_lock():
@@ -163,6 +178,27 @@ def test_an_installed_wheel_works_from_any_folder(tmp_path):
     )
 
 
+# ---- the tests check what they say
+
+
+def test_calls_are_checked_against_their_shapes_and_types():
+    """Without the hook of `conftest.py`, annotations would be words."""
+    with pytest.raises(jaxtyping.TypeCheckError):
+        stats.kl(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(jaxtyping.TypeCheckError):
+        machine.duration("3")
+
+
+def test_every_mutant_breaks_a_line_that_is_there_once():
+    script = script_of("mutants")
+    assert len({script.name_of(*mutant[:3]) for mutant in script.MUTANTS}) == len(script.MUTANTS)
+    for file, old, new, tests in script.MUTANTS:
+        text = (ROOT / "oa_utils" / file).read_text()
+        assert text.count(old) == 1, (file, old)
+        ast.parse(text.replace(old, new))
+        assert all((ROOT / "tests" / name).exists() for name in tests.split()), tests
+
+
 # ---- the rooms of the house
 
 
@@ -226,12 +262,18 @@ def public_functions() -> list:
     return [x for x in exported if callable(x)] + inside
 
 
+ANY_NUMBER = {("bootstrap", "arrays")}  # samples whose rows are drawn together
+
+
 def test_every_public_function_has_a_full_signature():
     assert public_functions()
-    for function in public_functions():
-        for name, parameter in inspect.signature(function).parameters.items():
-            assert parameter.kind is not parameter.VAR_KEYWORD, (function, name)
-            assert name != "args", function
+    open_ended = {
+        (function.__name__, name)
+        for function in public_functions()
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    assert open_ended == ANY_NUMBER
 
 
 # ---- notebooks
@@ -272,6 +314,39 @@ FORBIDDEN = {
 def test_no_notebook_holds(notebook, what):
     for source in code_of(notebook):
         assert not re.search(FORBIDDEN[what], source), source
+
+
+def tables_of_budgets(source: str) -> list[ast.AST]:
+    """Dictionaries whose keys are names of budgets: what `oa.choose` is for."""
+    tree = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.MULTILINE))
+    tables = []
+    for node in ast.walk(tree):
+        keys = getattr(node, "keys", []) if isinstance(node, ast.Dict) else []
+        names = {key.value for key in keys if isinstance(key, ast.Constant)}
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dict":
+            names = {keyword.arg for keyword in node.keywords}
+        if len(names & set(machine.BUDGETS)) > 1:
+            tables.append(node)
+    return tables
+
+
+def test_a_notebook_holds_no_table_of_budgets(notebook):
+    for source in code_of(notebook):
+        assert not tables_of_budgets(source), source
+
+
+@pytest.mark.parametrize(
+    ("source", "n"),
+    [
+        ('N = {"test": 1, "default": 2}[BUDGET]', 1),
+        ('STEPS = {"ugs": {"default": 3, "paper": 4, **more}}', 1),
+        ("%matplotlib inline\nN = dict(test=1, paper=2)", 1),
+        ('parts = {"train": 1, "test": 2}', 0),
+        ("N = oa.choose(model, test=1, small=2, default=3, paper=4)", 0),
+    ],
+)
+def test_a_table_of_budgets_is_seen(source, n):
+    assert len(tables_of_budgets(source)) == n
 
 
 def test_no_output_has_random_ids(notebook):

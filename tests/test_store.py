@@ -3,49 +3,24 @@ import json
 import math
 import os
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_runs import MODEL, TESTED, Counter, Settings, among_real_ones, run
 
 from oa_utils import store
 
 ROOT = Path(__file__).parent.parent
-MODEL = SimpleNamespace(name="org/tiny model", fingerprint="m0", budget="default")
-TESTED = SimpleNamespace(name="org/tiny model", fingerprint="m0", budget="test")
-TASK = SimpleNamespace(fingerprint="t0", name="ioi")
-
-
-@dataclass(frozen=True)
-class Settings:
-    lam: float = 1e-3
-    steps: int = 5
-    seed: int = 0
-
-
-class Counter:
-    """A computation that knows how often it was called."""
-
-    def __init__(self, numbers=None, tensors=None):
-        self.calls = 0
-        self.numbers = numbers or {"gap": 0.5}
-        self.tensors = tensors
-
-    def __call__(self, snapshots):
-        self.calls += 1
-        return (self.numbers, self.tensors) if self.tensors else self.numbers
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +30,6 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("OA_STORE", str(tmp_path / "store"))
     monkeypatch.setattr(store, "repository", lambda: tmp_path / "repo")
     return tmp_path
-
-
-def run(compute, settings=None, **options):
-    options = {"model": MODEL, "task": TASK} | options
-    return store.run("ex", settings or Settings(), compute, **options)
 
 
 def strict(path):
@@ -235,22 +205,63 @@ def test_writing_leaves_no_temporary_file_and_keeps_the_old_one_when_it_fails(pl
     assert path.read_bytes() == b"old"
 
 
+def full_disk(monkeypatch, name, times=math.inf):
+    """A writer of the store that finds the disk full so many times; returns its calls."""
+    write = getattr(store, name)
+    calls = []
+
+    def full(*given):
+        calls.append(given)
+        if len(calls) <= times:
+            raise OSError("disk full")
+        return write(*given)
+
+    monkeypatch.setattr(store, name, full)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    return calls
+
+
 def test_a_full_disk_loses_neither_the_result_nor_the_snapshot(monkeypatch):
     def compute(snapshots):
         snapshots.save({"step": 7})
-        monkeypatch.setattr(store, "write_record", full)
+        calls.extend(full_disk(monkeypatch, "write_record"))
         return {"gap": 0.5}
 
-    def full(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    with pytest.warns(UserWarning, match="disk full|in memory only"):
+    calls = []
+    with pytest.warns(UserWarning) as warned:
         result = run(compute)
     assert result.numbers == {"gap": 0.5}
     assert not result.path.exists()
-    monkeypatch.undo()
     assert result.path.with_suffix(".snapshot").exists()
+    said = [str(warning.message) for warning in warned]
+    assert all(str(result.path) in text for text in said)
+    assert ["disk full" in text for text in said] == [True, True, True, False]
+    assert said[-1].endswith("is not stored: the result is in memory only")
+
+
+def test_a_result_that_could_not_be_written_once_is_written_again(monkeypatch):
+    calls = full_disk(monkeypatch, "write_record", times=1)
+    with pytest.warns(UserWarning) as warned:
+        result = run(Counter(tensors={"c": torch.ones(2)}))
+    assert len(calls) == 2
+    assert [f"{result.path} could not be written" in str(each.message) for each in warned] == [True]
+    stored = run(Counter({"gap": 0.25}))
+    assert stored.numbers == result.numbers == {"gap": 0.5}
+    assert torch.equal(stored.tensors["c"], torch.ones(2))
+
+
+def test_a_snapshot_that_cannot_be_written_stops_nothing(monkeypatch):
+    def compute(snapshots):
+        for step in range(3):
+            snapshots.save({"step": step})
+        return {"step": step}
+
+    calls = full_disk(monkeypatch, "write_sealed")
+    with pytest.warns(UserWarning, match="no snapshot could be written .disk full.: going on"):
+        result = run(compute)
+    assert len(calls) == 3
+    assert result.numbers == {"step": 2} == store.read_record(result.path)["numbers"]
+    assert not result.path.with_suffix(".snapshot").exists()
 
 
 # ---- names of inputs
@@ -407,13 +418,6 @@ def test_a_test_result_does_not_stand_for_a_real_one():
     assert json.loads(path.read_text())["budget"] == "default"
     run(compute, model=TESTED)
     assert compute.calls == 2
-
-
-def among_real_ones(tested):
-    """A test result put where results of the default budget are."""
-    path = store.folder("default") / "/".join(tested.parts[-3:])
-    store.write_bytes(path, tested.read_bytes())
-    return path
 
 
 # ---- snapshots
@@ -576,7 +580,6 @@ def test_seconds_are_summed_over_sessions_and_due_waits(place):
     first = snapshots(place)
     first.began -= 100
     assert not first.due()
-    assert first.due(0)
     first.saved -= 30
     assert first.due()
     first.save({})
@@ -618,214 +621,18 @@ def test_a_computation_that_fails_keeps_its_snapshot_and_one_that_ends_removes_i
 # ---- what is published
 
 
-def other_model(name):
-    return SimpleNamespace(name=name, fingerprint=name, budget="default")
+def published(result):
+    """A result where published ones are; returns its copy."""
+    path = store.published() / "/".join(result.path.parts[-3:])
+    store.write_bytes(path, result.path.read_bytes())
+    return path
 
 
-@pytest.fixture
-def listed(place, monkeypatch):
-    """What runs now is what a notebook stands on."""
-
-    def start(model=MODEL.name, notebook="01"):
-        used = place / "store" / store.slug(model) / store.USED / f"{notebook}.txt"
-        store.write_bytes(used, b"")
-        monkeypatch.setenv("OA_USED", str(used))
-
-    start()
-    return start
-
-
-def test_publish_copies_finished_tables_but_no_tests_no_wrecks_and_no_parts(place, listed):
-    table = run(Counter(tensors={"c": torch.ones(2)}), Settings(lam=1.0))
-    store.run("curves", Settings(), lambda _: {"a": [1, 2]}, model=MODEL)
-    store.run("search_ugs", Settings(), Counter(), model=MODEL)
-    foreign(run(Counter(), Settings(lam=3.0)).path)
-    among_real_ones(run(Counter(), Settings(lam=4.0), model=TESTED).path)
-    listed("other")
-    other = store.run("ex", Settings(), Counter(), model=other_model("other"))
-    with pytest.warns(UserWarning, match=r"lam=3.0.*not published"):
-        store.publish(MODEL.name)
-    results = place / "repo" / "data" / "results"
-    assert {path.name for path in results.rglob("*.json")} == {table.path.name}
-    store.publish("other")
-    assert (results / "other" / "ex" / other.path.name).read_bytes() == other.path.read_bytes()
-
-
-def test_small_tensors_are_published_with_their_table_and_go_with_it(place, listed, monkeypatch):
-    run(Counter(tensors={"c": torch.ones(2)}), Settings(lam=1.0))
-    monkeypatch.setattr(store, "SMALL_TENSORS", 200)
-    run(Counter(tensors={"c": torch.ones(1000)}), Settings(lam=2.0))
-    published = store.publish(MODEL.name)
-    assert sorted(path.suffix for path in published) == [".json", ".json", ".safetensors"]
-    shutil.rmtree(place / "store")
-    listed()
-    run(Counter(), Settings(lam=3.0))
-    assert store.publish(MODEL.name) == list((place / "repo/data/results").rglob("lam=*"))
-
-
-def test_a_restored_result_is_not_computed_again_unless_its_tensors_were_too_large(
-    place, listed, monkeypatch
-):
-    whole = {"c": torch.arange(2.0)}
-    run(Counter(tensors=whole), Settings(lam=1.0))
-    run(Counter(), Settings(lam=2.0))
-    monkeypatch.setattr(store, "SMALL_TENSORS", 200)
-    run(Counter(tensors={"c": torch.ones(1000)}), Settings(lam=3.0))
-    store.publish(MODEL.name)
-    shutil.rmtree(place / "store")
-    listed()
-    assert len(store.restore(MODEL.name)) == 3
-    assert store.restore(MODEL.name) == []
-    counters = {lam: Counter() for lam in (1.0, 2.0, 3.0)}
-    results = {lam: run(counter, Settings(lam=lam)) for lam, counter in counters.items()}
-    assert [counter.calls for counter in counters.values()] == [0, 0, 1]
-    assert torch.equal(results[1.0].tensors["c"], whole["c"])
-    with pytest.raises(FileNotFoundError, match="nothing is published for 'nobody'"):
-        store.restore("nobody")
-
-
-class Stopped(Exception):
-    pass
-
-
-def run_notebook(notebook, *lams, stop=False, experiment="search_ugs"):
-    """A notebook that asks for some runs, of a kind that is part of others' tables; returns how
-    many of them were computed."""
-    tensors = {"theta": torch.arange(3.0)}
-    counters = [Counter(tensors=tensors) for _ in lams]
-    with suppress(Stopped), store.listing(MODEL.name, notebook) as used:
-        with patch.dict(os.environ, {"OA_USED": str(used)}):
-            for lam, counter in zip(lams, counters, strict=True):
-                result = store.run(experiment, Settings(lam=lam), counter, model=MODEL)
-                assert torch.equal(result.tensors["theta"], tensors["theta"])
-        if stop:
-            raise Stopped
-    return sum(counter.calls for counter in counters)
-
-
-def saved(place):
-    """Prices of the runs that are under way in the repository."""
-    records = map(store.read_record, (place / "repo/data/underway").rglob("*.json"))
-    return sorted(record["settings"]["lam"] for record in records)
-
-
-def test_a_notebook_under_way_goes_on_from_its_finished_runs_on_another_machine(place):
-    run_notebook("02", 1.0, 2.0, stop=True)
-    store.publish(MODEL.name)
-    assert not list((place / "repo/data/results").rglob("*.json"))
-    shutil.rmtree(place / "store")
-    assert len(store.restore(MODEL.name)) == 4
-    assert len(store.publish(MODEL.name)) == 4  # what was restored is not lost by the next save
-    assert run_notebook("02", 1.0, 2.0, 3.0) == 1
-    store.publish(MODEL.name)
-    assert saved(place) == []  # the notebook is done
-
-
-def test_what_any_stopped_run_of_a_notebook_used_stays_saved_until_one_ends_well(place):
-    run_notebook("02", 1.0, 2.0, stop=True)
-    store.publish(MODEL.name)
-    run_notebook("02", 1.0, stop=True)  # started again and stopped early
-    store.publish(MODEL.name)
-    assert saved(place) == [1.0, 2.0]
-    shutil.rmtree(place / "store")  # a machine that never restored
-    run_notebook("02", 3.0, stop=True)
-    store.publish(MODEL.name)
-    assert saved(place) == [1.0, 2.0, 3.0]
-
-
-def test_notebooks_that_a_store_does_not_know_keep_what_they_have_saved(place):
-    run_notebook("02", 1.0, stop=True)
-    store.publish(MODEL.name)
-    shutil.rmtree(place / "store")
-    run_notebook("03", 2.0)
-    store.publish(MODEL.name)
-    assert saved(place) == [1.0]
-
-
-def test_a_run_that_ends_lists_all_it_used_even_if_another_ended_meanwhile(place):
-    used = place / "store" / store.slug(MODEL.name) / store.USED
-    with store.listing(MODEL.name, "02") as slow:
-        slow.write_text("a\n")
-        with store.listing(MODEL.name, "02") as quick:
-            quick.write_text("a\nb\n")
-        slow.write_text("c\n")
-    assert (used / "02.txt").read_text() == "a\nc\n"
-    assert [path.name for path in used.iterdir()] == ["02.txt"]
-
-
-def test_a_run_under_way_is_saved_if_only_its_numbers_are_published(place, monkeypatch):
-    monkeypatch.setattr(store, "SMALL_TENSORS", 0)
-    run_notebook("02", 1.0, experiment="ex")
-    store.publish(MODEL.name)
-    assert [p.suffix for p in (place / "repo/data/results").rglob("lam=*")] == [".json"]
-    run_notebook("03", 1.0, stop=True, experiment="ex")
-    store.publish(MODEL.name)
-    assert saved(place) == [1.0]
-    assert list((place / "repo/data/underway").rglob("*.safetensors"))
-
-
-def test_runs_of_models_that_a_notebook_brings_are_saved_and_restored_with_it(place):
-    other = other_model("known")
-    with suppress(Stopped), store.listing(MODEL.name, "10") as used:
-        with patch.dict(os.environ, {"OA_USED": str(used)}):
-            store.run("search_ugs", Settings(lam=1.0), Counter(), model=other)
-        raise Stopped
-    store.publish(MODEL.name)
-    shutil.rmtree(place / "store")
-    [restored] = store.restore(MODEL.name)
-    assert restored.parts[-3] == "known"
-
-
-def test_the_published_copy_stays_where_the_store_has_none_that_is_usable(place, listed):
-    good = run(Counter(), Settings(lam=1.0)).path
-    lost = run(Counter(), Settings(lam=2.0)).path
-    tested = run(Counter(), Settings(lam=3.0)).path
-    store.publish(MODEL.name)
-    foreign(lost)
-    run(Counter(), Settings(lam=3.0), model=TESTED)
-    tested.unlink()
-    among_real_ones(store.folder("test") / "/".join(tested.parts[-3:]))
-    with pytest.warns(UserWarning, match=r"lam=2.0.*not published"):
-        store.publish(MODEL.name)
-    names = {path.name for path in (place / "repo/data/results").rglob("*.json")}
-    assert names == {good.name, lost.name, tested.name}
-
-
-def test_what_no_notebook_stands_on_is_not_published(listed, monkeypatch):
-    table = run(Counter(), Settings(lam=1.0))
-    monkeypatch.delenv("OA_USED")
-    run(Counter(), Settings(lam=2.0))  # a cut run by hand
-    assert [path.name for path in store.publish(MODEL.name)] == [table.path.name]
-    with pytest.raises(FileNotFoundError, match="no notebook was run on 'nobody'"):
-        store.publish("nobody")
-
-
-def test_a_notebook_that_runs_anew_replaces_what_it_stood_on_and_leaves_the_others(place, listed):
-    old = run(Counter(), Settings(lam=1.0))
-    listed(notebook="02")
-    kept = store.run("kept", Settings(), Counter(), model=MODEL)
-    store.publish(MODEL.name)
-    shutil.rmtree(place / "store")  # another machine, where only one notebook runs
-    listed()
-    new = run(Counter(), Settings(lam=2.0))
-    store.publish(MODEL.name)
-    names = {path.name for path in (place / "repo" / "data" / "results").rglob("*.json")}
-    assert names == {new.path.name, kept.path.name}
-    assert old.path.name not in names
-
-
-def test_a_loaded_result_counts_as_much_as_a_computed_one(listed):
-    table = run(Counter())
-    listed(notebook="02")
-    run(Counter())
-    assert [path.name for path in store.publish(MODEL.name)] == [table.path.name]
-
-
-def test_results_are_one_table_of_rows_with_their_settings_and_inputs(listed):
+def test_results_are_one_table_of_rows_with_their_settings_and_inputs():
     table = [{"layer": 0, "seed": 7, "gap": math.nan}, {"layer": 1, "seed": 8, "gap": 2.0}]
-    run(Counter({"rows": table}), Settings(lam=1.0))
+    published(run(Counter({"rows": table}), Settings(lam=1.0)))
     newer = run(Counter({"rows": table}), Settings(lam=2.0), version=2, inputs={"kind": "mlp"})
-    assert len(store.publish(MODEL.name)) == 2
+    published(newer)
     frame = store.results(MODEL.name, "ex")
     columns = ["file", "fingerprint", "task", "kind", "lam", "steps", "settings.seed"]
     assert list(frame.columns) == [*columns, "layer", "seed", "gap"]
@@ -837,33 +644,30 @@ def test_results_are_one_table_of_rows_with_their_settings_and_inputs(listed):
     assert frame.gap.isna().tolist() == [True, False]
 
 
-def test_results_without_rows_are_one_row_a_file(listed):
+def test_results_without_rows_are_one_row_a_file():
     for lam in (1.0, 2.0):
-        run(Counter({"gap": lam / 10, "curve": [1, 2]}), Settings(lam=lam))
-    store.publish(MODEL.name)
+        published(run(Counter({"gap": lam / 10, "curve": [1, 2]}), Settings(lam=lam)))
     frame = store.results(MODEL.name, "ex").sort_values("lam")
     assert frame[["lam", "gap"]].values.tolist() == [[1.0, 0.1], [2.0, 0.2]]
     assert "curve" not in frame
 
 
-def test_results_of_two_models_of_one_name_are_not_mixed_unawares(listed):
-    run(Counter())
-    run(Counter(), model=SimpleNamespace(name=MODEL.name, fingerprint="m1", budget="default"))
-    store.publish(MODEL.name)
+def test_results_of_two_models_of_one_name_are_not_mixed_unawares():
+    other = SimpleNamespace(name=MODEL.name, fingerprint="m1", budget="default")
+    for model in (MODEL, other):
+        published(run(Counter(), model=model))
     with pytest.raises(ValueError, match="2 models of that name"):
         store.results(MODEL.name, "ex")
     assert set(store.results(MODEL.name, "ex", mixed=True).fingerprint) == {"m0", "m1"}
 
 
-def test_missing_results_name_those_that_are_there(listed):
-    run(Counter())
-    store.publish(MODEL.name)
+def test_missing_results_name_those_that_are_there():
+    published(run(Counter()))
     with pytest.raises(FileNotFoundError, match="there are: org-tiny-model/ex"):
         store.results(MODEL.name, "nothing")
 
 
-def test_a_published_file_that_was_changed_is_refused(listed):
-    run(Counter())
-    tamper(store.publish(MODEL.name)[0])
+def test_a_published_file_that_was_changed_is_refused():
+    tamper(published(run(Counter())))
     with pytest.raises(store.BadFile, match="changed"):
         store.results(MODEL.name, "ex")

@@ -19,7 +19,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from oa_utils import models, plots, stats, store
-from oa_utils.circuits import manual_circuit
+from oa_utils.circuits import Circuit, manual_circuit
 from oa_utils.fills import ABLATIONS, edge_constants
 from oa_utils.graph import Graph
 from oa_utils.machine import choose
@@ -36,6 +36,7 @@ BASELINES = ("hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks")
 GPT2_EDGES = 32_491  # of GPT-2-small, the paper's model
 FEWER_EDGES = 0.48  # UGS's size over that of ACDC's circuit of the same Δ, IOI under CF
 TASKS = {"ioi": "ioi", "greater_than": "gt"}  # our tasks' names: the anchors' and the claims'
+TITLES = {"ioi": "IOI", "greater_than": "Greater-Than"}  # and those of figures
 # the settings of Edge Pruning's own evaluation, as in the paper
 EDGE_PRUNING = {"ioi": "counterfactual", "greater_than": "resample"}
 LOWER = {
@@ -76,7 +77,28 @@ MAIN_VARIANTS = (  # those that claims and a figure of notebook 02 rest on
     "CF: random start",
     "CF: variance window",
 )
+UNITS = ("steps", "prompts", "masks", "points")  # in which searches spend
 NARROW = 1.25  # fronts that meet over less than this factor decide nothing
+# Prices under mean and resample on small models, by ablation, or by (search, ablation) where one
+# differs. What flows along ablated edges misleads more there than under CF or OA, most of all under
+# resample, so that more edges are worth a price: at CF's prices, fronts would meet at few sizes or
+# none. These lead to circuits as large as those of CF and OA, and as those that EAP is asked for.
+# The sizes of ACDC's circuits change less with the price than those of UGS: on IOI it takes a wider
+# span of prices.
+SMALL_FEW = {
+    "ioi": {
+        "mean": (0.03, 0.01, 0.003),
+        "resample": (0.15, 0.04, 0.01, 0.003),
+        ("acdc", "mean"): (0.1, 0.03, 0.01, 0.003),
+        ("acdc", "resample"): (0.3, 0.1, 0.03, 0.003),
+    },
+    "greater_than": {
+        "mean": (0.02, 0.006, 0.002, 0.0004),
+        "resample": (0.06, 0.02, 0.006, 0.0007),
+        ("acdc", "mean"): (0.02, 0.006, 0.002, 0.0007),
+        ("acdc", "resample"): (0.02, 0.006, 0.002, 0.0007),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -86,14 +108,16 @@ class Study:
     n: int  # prompts: half to search, a tenth to choose settings, the others to measure
     lam: tuple[float, ...]  # prices of an edge for UGS, HCGS and ACDC, large first
     lam_oa: tuple[float, ...]  # the same under OA, where circuits of a price are smaller
-    lam_few: tuple[float, ...]  # the same under mean and resample, which are there for comparison
+    # under mean and resample, which are there for comparison, by ablation, or by (search, ablation)
+    # where one differs; `lam` where nothing is given
+    lam_few: Mapping[Any, tuple[float, ...]]
     shares: tuple[float, ...]  # of all edges: sizes for EAP, EAP-IG and Edge Pruning
     shares_oa: tuple[float, ...]  # the same under OA, where constants are trained for each circuit
     options: Options  # settings of each search, or of (search, ablation) where they differ there
     gap_options: Mapping[str, Any]  # and of the constants of OA, trained after the search
     seeds: int = 1  # under CF and OA, of
     seeded: tuple[str, ...] = ("ugs", "hcgs")  # these searches
-    most_hcgs: int = 3  # prices for HCGS
+    most_hcgs: int = 3  # prices for HCGS, under CF and OA
     methods: tuple[str, ...] = ("ugs", "hcgs", "acdc", "eap", "eap_ig", "eap_ig_masks")
     not_few: tuple[str, ...] = ()  # of these, left out under mean and resample
     variants: tuple[str, ...] = tuple(VARIANTS)  # of the searches, tried one at a time
@@ -111,11 +135,11 @@ class Study:
         shares = self.shares_oa if way == "optimal" else self.shares
         return [round(share * len(graph)) for share in shares]
 
-    def prices(self, way: str) -> tuple[float, ...]:
-        """Of an edge, for searches that train under this ablation."""
-        return {"optimal": self.lam_oa, "mean": self.lam_few, "resample": self.lam_few}.get(
-            way, self.lam
-        )
+    def prices(self, method: str, way: str) -> tuple[float, ...]:
+        """Of an edge, for a search under this ablation."""
+        if way == "optimal":  # searches that train no constants take their circuits from CF
+            return self.lam_oa if METHODS[method].trains else self.lam
+        return self.lam_few.get((method, way), self.lam_few.get(way, self.lam))
 
     def grid(self, graph: Graph, task: Task) -> dict[tuple[str, str], Sequence[float]]:
         """Prices or sizes for every search under every ablation that the task allows."""
@@ -127,14 +151,14 @@ class Study:
             for method in self.methods:
                 if few and method in self.not_few:
                     continue
-                if METHODS[method].trains:
-                    grid[method, way] = self.prices(way)
-                    if method == "hcgs":
-                        grid[method, way] = grid[method, way][: self.most_hcgs]
-                elif searched_under_cf or (method in ("eap", "eap_ig") and not answers):
+                if not METHODS[method].trains and searched_under_cf:
                     continue
-                elif METHODS[method].aim == "lam":
-                    grid[method, way] = self.lam[-2:] if few else self.lam
+                if method in ("eap", "eap_ig") and not answers:
+                    continue
+                if METHODS[method].aim == "lam":
+                    prices = self.prices(method, way)
+                    is_cut = method == "hcgs" and not few
+                    grid[method, way] = prices[: self.most_hcgs] if is_cut else prices
                 else:
                     grid[method, way] = self.sizes(graph, way)
         pruning = EDGE_PRUNING.get(task.name, "mean")
@@ -159,6 +183,13 @@ class Study:
     def options_of(self, method: str, ablation: str) -> dict[str, Any]:
         return options_of(self.options, method, ablation)
 
+    def spending(self, method: str, ablation: str) -> str:
+        """What one search spends, in words: steps × prompts × masks, or what it has of them."""
+        given = self.options_of(method, ablation)
+        counts = {name: given[name] for name in UNITS if name in given}
+        words = (f"{n} {name if n > 1 else name[:-1]}" for name, n in counts.items())
+        return " × ".join(words)
+
     def table(self) -> pd.DataFrame:
         """What each search spends, for the notebook."""
         rows = {}
@@ -168,7 +199,7 @@ class Study:
                 key = f"{key[0]} under {plots.LABELS[key[1]]}"
             rows[key] = dict(given)
         rows["gap under OA"] = dict(self.gap_options)
-        columns = ["steps", "prompts", "masks", "start", "points", "level", "batch"]
+        columns = [*UNITS, "start", "level", "batch"]
         return pd.DataFrame(rows).T.reindex(columns=columns).fillna("")
 
 
@@ -208,13 +239,15 @@ def study(model: Model, task_name: str) -> Study:
     only_ugs = ("ugs", "eap", "eap_ig_masks")
     # a run of ACDC at the level of edges runs a large model for every one of its edges
     level = choose(model, test="edge", small="edge", default="vertex", paper="edge")
+    last_two = {("acdc", way): lam[-2:] for way in ("mean", "resample")}
+    few = SMALL_FEW["greater_than" if is_gt else "ioi"]
     return Study(
         n=choose(model, test=24, small=2048, default=2048, paper=10_000),
         lam=lam,
         lam_oa=choose(
             model, test=lam, small=(*small[1:], small[-1] / 3), default=large, paper=paper
         ),
-        lam_few=choose(model, test=lam, small=lam[1:3], default=large, paper=lam),
+        lam_few=choose(model, test=last_two, small=few, default=last_two, paper=last_two),
         shares=choose(
             model,
             test=(0.05,),
@@ -243,7 +276,6 @@ def study(model: Model, task_name: str) -> Study:
             paper={"steps": 10_000, "batch": 75, "look_every": 1000},
         ),
         seeds=choose(model, test=1, small=3, default=1, paper=3),
-        seeded=("ugs",) if is_gt else ("ugs", "hcgs"),
         most_hcgs=choose(model, test=1, small=3, default=2, paper=10),
         methods=choose(
             model,
@@ -265,8 +297,13 @@ def ways(task: Task) -> list[str]:
 
 
 def short_name(task: Task) -> str:
-    """The word that stands for a task in claims and figures."""
+    """The word that stands for a task in claims and in names of figures."""
     return TASKS.get(task.name, task.name)
+
+
+def title(task: Task) -> str:
+    """What a figure calls a task."""
+    return TITLES.get(task.name, task.name)
 
 
 def paper_front(task: Task) -> pd.DataFrame:
@@ -560,6 +597,52 @@ def ratio_curve(
     return pd.DataFrame(rows, columns=["share", "ratio", "low", "high"]).astype(float)
 
 
+# ---- fronts in words
+
+
+def ratio_words(
+    table: pd.DataFrame, one: tuple[str, str], other: tuple[str, str], words: str
+) -> str:
+    """The ratio of two fronts as a sentence, with its interval."""
+    found = compare(table, one, other)
+    if found.start is None:
+        return f"{words}: no common size"
+    if found.low is None:
+        return f"{words}: {found.value:.2f}, no interval ({span_words(found)})"
+    return f"{words}: {found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def lowest(table: pd.DataFrame) -> str:
+    """The search with the lowest Δ under each ablation, at the size in the middle of all circuits
+    there, as a sentence; Δ is the geometric mean over seeds."""
+    words = []
+    for ablation, part in table[table.n_edges > 0].groupby("ablation", sort=False):
+        size = float(part.n_edges.median())
+        gaps = {method: _at(part, method, ablation, size) for method in part.method.unique()}
+        known = pd.Series(gaps, dtype=float).dropna()
+        if len(known):
+            best = plots.LABELS.get(known.idxmin(), known.idxmin())
+            where = f"{plots.LABELS.get(ablation, ablation)}, {size:.0f} edges"
+            words.append(f"{where}: {best} ({known.min():.2g} nats)")
+    return f"lowest Δ in the middle of the sizes: {'; '.join(words) or 'no front has that size'}"
+
+
+def _at(table: pd.DataFrame, method: str, ablation: str, size: float) -> float:
+    """Δ of a front at a size, the geometric mean over seeds; NaN where one of them ends before."""
+    fronts = [(front.sizes, front.gaps.mean(1)) for front in fronts_of(table, method, ablation)]
+    return float(np.exp(_logs(fronts, np.array([size])).mean()))
+
+
+def busiest(circuit: Circuit) -> str:
+    """How large a circuit is, and the vertex with the most edges, as a sentence."""
+    ends = [vertex for edge in circuit.edges for vertex in (edge.src, edge.dst)]
+    if not ends:
+        return "the circuit is empty"
+    counts = pd.Series(ends).value_counts()
+    sizes = f"{circuit.n_edges} edges between {len(circuit.vertices)} vertices"
+    return f"{sizes}; most of them, {counts.max()}, begin or end at {counts.idxmax()}"
+
+
 # ---- are budgets large enough?
 
 
@@ -604,7 +687,89 @@ def budget_check(
     return pd.DataFrame(rows, columns=["method", "ablation", "edges", "moved", "error"])
 
 
+def settled(budgets: pd.DataFrame) -> pd.DataFrame:
+    """A row for each search of `benchmarks/budgets.csv`: at how many of its sizes twice the budget
+    moves log Δ by at most one standard error, whether it lowers Δ at all of them, and the seconds
+    of one search where they are known."""
+    rows = {}
+    for pair, part in budgets.groupby(["method", "ablation"], sort=False):
+        within = part.moved.abs() <= part.error
+        rows[pair] = {
+            "sizes": len(part),
+            "within one error": int(within.sum()),
+            "always lower": bool((part.moved < 0).all()),
+            "seconds": part["seconds"].mean() if "seconds" in part else np.nan,
+        }
+    names = ["method", "ablation"]
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(names)
+
+
+def settled_words(searches: pd.DataFrame) -> list[str]:
+    """Sentences on the table of `settled`: which searches meet the rule, which do not, which of
+    these are starved, and which rows were not made by `scripts/budgets.py`."""
+    names = [
+        f"{plots.LABELS.get(method, method)} under {plots.LABELS.get(way, way)}"
+        for method, way in searches.index
+    ]
+    named = searches.set_axis(names)
+    meets = named["within one error"] == named["sizes"]
+    missed = [
+        f"{name} ({row['sizes'] - row['within one error']} of {row['sizes']} sizes)"
+        for name, row in named[~meets].iterrows()
+    ]
+    lower = named.index[named["always lower"]]
+    under_oa = searches.index.get_level_values("ablation") == "optimal"
+    copied = named.index[under_oa & named.seconds.isna()]
+    rule = "twice the budget moves log Δ by less than one standard error"
+    sentences = [
+        f"{rule} at all sizes: {'; '.join(named.index[meets]) or 'no search'}",
+        f"by more at some sizes, so that the rule is not met: {'; '.join(missed) or 'no search'}",
+        f"lower Δ at all sizes with twice the budget: {'; '.join(lower) or 'no search'}",
+    ]
+    if len(copied):
+        origin = "copied, rounded, from a run at other prices; there are no seconds for them"
+        sentences.append(f"{'; '.join(copied)}: {origin}")
+    return sentences
+
+
 # ---- claims
+
+# what may be behind a claim of one of the paper's tasks that does not hold or is undecided
+REASONS = {
+    "front": "both searches may be close to the best circuits that there are, and fronts that "
+    "cross have a ratio near one that hides who leads where",
+    "front.counterfactual.acdc": "ACDC tries every edge (or vertex) one by one, which may find as "
+    "good a circuit as a search over all of them at once where there are not too many",
+    "front.optimal": "the circuits of the other search were found under CF, and constants trained "
+    "for them afterwards may make up for it",
+    "front.optimal.hcgs": "HCGS trains constants along as UGS does, and a single seed of either "
+    "search that went astray widens the interval",
+    "front.mean": "one seed and a few prices under this ablation; both searches may be close to "
+    "the best circuits that there are, or their fronts may have few sizes in common",
+    "front.resample": "one seed and a few prices under this ablation; both searches may be close "
+    "to the best circuits that there are, or their fronts may have few sizes in common",
+    "ablation": "constants may have had too few steps, or fit their train prompts better than "
+    "others, and a mean over sizes hides a lead of OA that small circuits alone have",
+    "ablation.mean": "one seed and a few prices under mean, so that the fronts may have few sizes "
+    "in common; and constants may have had too few steps to leave the means far behind",
+    "ablation.resample": "one seed and a few prices under resample, so that the fronts may have "
+    "few sizes in common; and prompts that are alike make resample mild",
+    "edges": "both searches may be close to the best circuits that there are, or their fronts may "
+    "cross",
+    "edge_pruning": "HCGS is asked by price and Edge Pruning by size, so that their fronts may "
+    "have few sizes in common; and one of the two may have too small a budget",
+    "manual": "people chose the manual circuit by what its heads do, not for its Δ, and a search "
+    "of few steps may be far from the best circuit of that size",
+    "estimator": "the edges are those that one search was undecided about; an estimator may be "
+    "biased and still have the smaller error with so few runs, because it varies less",
+    "option": "one seed and one price: an option may help at other sizes, or by luck",
+}
+WHYS = {
+    "circuits_": "fronts of one seed or of few circuits, whose lead may come and go with size",
+    **{f"circuits_{name}.{id}": why for name in TASKS.values() for id, why in REASONS.items()},
+    "circuits_gt.resample": "CF changes two digits only, so that Δ under CF, by which Δ under "
+    "resample is divided, is small here too; and there is one seed",
+}
 
 
 def claims(table: pd.DataFrame, task: Task, manual: pd.DataFrame | None = None) -> list[Claim]:

@@ -176,20 +176,28 @@ def show(claims: Iterable[Claim], model: Any = None) -> Table:
     return table.drop(columns=empty)
 
 
-def discuss(claims: Iterable[Claim], whys: dict[str, str]) -> str:
+def reason(id: str, whys: Mapping[str, str]) -> str:
+    """What may be behind a claim that does not hold: of the longest beginning of its id that is
+    there."""
+    fitting = [prefix for prefix in whys if id.startswith(prefix)]
+    return whys[max(fitting, key=len)] if fitting else ""
+
+
+def discuss(claims: Iterable[Claim], whys: Mapping[str, str]) -> str:
     """Claims that do not hold or are undecided, as Markdown, each with what may be behind it (by
     the beginning of its id). Nothing here tests these reasons, and the text says so."""
     lines = []
     for claim in claims:
-        if claim.holds is True:
+        if claim.holds is True or claim.measured is None:
             continue
-        [why] = [text for prefix, text in whys.items() if claim.id.startswith(prefix)]
-        if claim.measured is None or math.isnan(claim.measured):
+        why = reason(claim.id, whys)
+        if math.isnan(claim.measured):
             why = "there is no effect here that it could be read from"
         word = "does not hold" if claim.holds is False else "is undecided"
-        lines.append(f"- `{claim.id}` {word} ({claim.interval}): {why}.")
+        value = f" ({claim.interval})" if claim.interval else ""
+        lines.append(f"- `{claim.id}` {word}{value}" + (f": {why}." if why else "."))
     if not lines:
-        return "Every claim holds."
+        return "Every claim that was measured holds."
     return "\n".join(["What may be behind it (not tested here):", "", *lines])
 
 
@@ -378,8 +386,9 @@ def _models(table: dict[str, dict[str, ByModel]]) -> list[str]:
     return sorted(models, key=lambda model: (model == "tiny", model))
 
 
-def markdown() -> str:
-    """All published claims as one table, by chapter, with a column for each model."""
+def markdown(whys: Mapping[str, str]) -> str:
+    """All published claims as one table, by chapter, with a column for each model; where one does
+    not hold, what may be behind it."""
     table = _together()
     models = _models(table)
     lines = [
@@ -392,7 +401,9 @@ def markdown() -> str:
             any_model = next(iter(by_model.values()))
             cells = [f"`{id}`", any_model.paper, any_model.condition, number(any_model.paper_value)]
             cells += _numbers(by_model, models)
-            lines.append(_row([*cells, _remark(by_model)]))
+            fails = any(claim.holds is False for claim in by_model.values())
+            why = reason(id, whys) if fails else ""
+            lines.append(_row([*cells, "; ".join(filter(None, [_remark(by_model), why]))]))
     everything = [
         claim for by_id in table.values() for each in by_id.values() for claim in each.values()
     ]
@@ -400,8 +411,8 @@ def markdown() -> str:
 
 
 def headlines(statements: Mapping[str, str]) -> str:
-    """Some published claims in plain words, by id, with the paper's number behind them, and how many
-    of all claims hold for each model."""
+    """Some published claims in plain words, by id, with the paper's number behind them, and how
+    many of all claims hold for each model."""
     table = _together(statements)
     models = _models(table)
     lines = [

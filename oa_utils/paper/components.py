@@ -7,8 +7,8 @@ import pandas as pd
 import scipy.stats
 from numpy import ndarray
 
-from oa_utils import stats, store
-from oa_utils.paper.claims import Claim, discuss
+from oa_utils import plots, stats, store
+from oa_utils.paper.claims import Claim
 
 TOTAL = ("zero", "mean", "resample", "cf_mean")  # the total ablations that OA is set against
 WAYS = (*TOTAL, "optimal", "counterfactual")
@@ -118,6 +118,29 @@ def lead(table: pd.DataFrame, name: str) -> Callable[[np.ndarray], float]:
 
 
 # ---- claims
+
+_CLOSE = (
+    "ablations that ignore the prompt rank components much alike, so a lead is small beside its "
+    "interval, and constants that do not carry over to test prompts make OA's lead smaller"
+)
+# what may be behind a claim that does not hold or is undecided, by the beginning of its id
+WHYS: dict[str, str] = {
+    "quickstart.proposition1": "a constant trained for few steps may be far from the best one, and "
+    "one trained on few prompts may not carry over (notebook 00 prints its gap on both parts)",
+    "single.rank": _CLOSE,
+    "single.loglog": "the logarithm gives components that do next to nothing as much weight as the "
+    "others",
+    "single.loglog.lead.live": _CLOSE,
+    "single.median_ratio": "constants trained for few steps bound Δ_opt from above, and those "
+    "trained on few prompts overfit: then the ratio is lower on train prompts (notebook 01 prints "
+    "both)",
+    "single.mean_gap": "the mean is made by a few components with large gaps, whose constants may "
+    "be far from the best ones",
+    "single.proposition1": "constants trained on few prompts may fit these and not carry over to "
+    "others",
+    "single.closed_form": "where a component changes much, KL is not quadratic in what is put in "
+    "its place",
+}
 
 
 def claims(gaps: pd.DataFrame, n: int = 1000) -> list[Claim]:
@@ -286,24 +309,5 @@ def finding(gaps: pd.DataFrame, model_name: str, task_name: str) -> str:
     best = max(TOTAL, key=rank.get)
     return (
         f"{words}, and its rank correlation with CF over all components is {rank['optimal']:.2f} "
-        f"({best}, the best of the others: {rank[best]:.2f})."
+        f"({plots.LABELS[best]}, the best of the others: {rank[best]:.2f})."
     )
-
-
-def discussion(listed: Sequence[Claim], gaps: pd.DataFrame) -> str:
-    """Each claim that does not hold or is undecided, with what may be behind it, as Markdown."""
-    n = len(wide(gaps))
-    n_live = len(live(gaps))
-    whys = {
-        "single.rank": f"{n} components, {n_live} of them live, are few for a difference of two "
-        "correlations that share most of their ranks",
-        "single.loglog": f"{n} components, {n_live} of them live, are few; over all of them the "
-        "logarithm gives those that do next to nothing as much weight as the others",
-        "single.median_ratio": "a constant found in a few steps only bounds Δ_opt from above, and "
-        "the median of so few components has a wide interval",
-        "single.mean_gap": "the mean is made by a few components with large gaps",
-        "single.proposition1": "constants may fit their train prompts and not carry over",
-        "single.closed_form": "where a component changes much, KL is not quadratic in what is put "
-        "in its place",
-    }
-    return discuss(listed, whys)

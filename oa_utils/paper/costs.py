@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from oa_utils import machine, store
+from oa_utils.paper import publishing
 
 SHAPE = (512, 576, 4096)  # of the matrix product whose seconds are a machine's speed
 
@@ -32,7 +33,7 @@ def speed(repeats: int = 9) -> float:
 
 
 def cost_file(folder: Path, model_name: str, stem: str, budget: str) -> Path:
-    return folder / store.slug(model_name) / store.USED / f"{stem}.{budget}.costs"
+    return folder / store.slug(model_name) / publishing.USED / f"{stem}.{budget}.costs"
 
 
 def known(model_name: str, stem: str, budget: str, speed_here: float) -> dict[str, float]:

@@ -16,6 +16,20 @@ FEWEST = 5  # sets that an interval over sets needs
 MARGIN = 0.1  # of accuracy: what counts as nothing in a control
 NO_ROOM = "the model is always right: no room for a boost"
 SAME = "the chosen layer scores a label alike in every context, which is exactly chance"
+WHYS: dict[str, str] = {  # beginning of a claim's id: what may be behind its not holding
+    "elicitation.wins": "sets may be too few to decide, and one on which the model or both lenses "
+    "are always right cannot be won",
+    "elicitation.boost": "a model that is always right, or hardly misled, leaves no room for a "
+    "boost",
+    "elicitation.lead": "a tuned lens that starts well may read a class as early as OCA does, and "
+    "where the model is always right nothing can differ",
+    "elicitation.categories": "the label of a thing may be linear in its embedding, which favours "
+    "a linear map, and where the model is always right nothing can differ",
+    "elicitation.false_more": "a model that false demonstrations hardly mislead has no more to "
+    "gain from an early layer than with true ones",
+    "elicitation.control": "the interval may be wider than the margin, or a layer follow the "
+    "demonstrations before the model does",
+}
 
 
 def by_set(

@@ -77,15 +77,39 @@ LENS_CLAIMS = {  # what §5 says, and the rule by which it holds
         "the tuned lens's loss is not below 0.01 even at the last layer (share of depth: 1)",
         ">= 1",
     ),
-    "parameters": (
-        "OCA has far fewer parameters than the tuned lens (read: under a tenth)",
-        "< 0.1",
-    ),
     "training_cost": (
         "OCA takes about as long to train (read: between half and twice the multiply-adds, to "
         "within 1 % of the final loss)",
         "in [0.5, 2]",
     ),
+}
+_NO_CONSTANT = "later attention may bring so much of the prompt that no constant is far better than"
+_LONGER = (
+    "where a direction has one length of step, both lenses see that a longer step moves the model "
+    "more, which leaves little room for a lead"
+)
+WHYS: dict[str, str] = {  # beginning of a claim's id: what may be behind its not holding
+    "lens.oca_over_tuned": "a linear map that starts well and reads many rows may be a stronger "
+    "rival than the paper's, which started at random",
+    "lens.oca_over_tuned_random": "here even a random start is trained in whitened coordinates, "
+    "which the paper's was not",
+    "lens.oca_below_tuned": "a linear map may imitate at some layer what later attention writes "
+    "there, which a constant cannot",
+    "lens.oca_over_mean": f"{_NO_CONSTANT} the mean",
+    "lens.oca_over_resample": f"{_NO_CONSTANT} another context's value",
+    "lens.oca_below_001": "later attention may still bring something in the last blocks",
+    "lens.tuned_never_001": "at the last layer a linear map has one block only to imitate, and "
+    "one that starts well may manage",
+    "lens.training_cost": "a step of OCA passes all later MLPs, so both cost the same only where "
+    "the unembedding is dear beside them; and an interval needs several seeds",
+    "faithfulness.": "the claim asks for a lead at every layer together, and one layer with a "
+    "small, noisy or missing lead is enough for it not to hold",
+    "faithfulness.steer_random.magnitude": _LONGER,
+    "faithfulness.steer_basis.magnitude": _LONGER,
+    "faithfulness.project_": "a projection may move the model by little, so that a measure over "
+    "directions is noisy",
+    "faithfulness.resample_basis": "the leading part of a basis may carry most of what either lens "
+    "reads, so that both move much as the model does",
 }
 
 
@@ -369,7 +393,9 @@ def lens_claims(result: store.Result, n: int = 500) -> list[Claim]:
 
     by_seed = np.array([costs.multiply_adds_by_seed[name] for name in ("oca", "tuned")], float)
     cost_ratio, low, high = stats.mean_interval(by_seed[0] / by_seed[1])
-    parameters = float(costs.parameters["oca"] / costs.parameters["tuned"])
+    n_seeds = by_seed.shape[1]
+    alike = "several seeds that agree give" if n_seeds > 1 else "one seed gives"
+    undecided = f"{alike} no interval, so nothing is decided"
     both = ("oca", "tuned")
     over_mean = ratio_of_sums(xl.oca, xl["mean"])
     over_resample = ratio_of_sums(xl.oca, xl["resample"])
@@ -381,14 +407,14 @@ def lens_claims(result: store.Result, n: int = 500) -> list[Claim]:
         loss_claim("oca_over_resample", ratio_of_sums, ("oca", "resample"), over_resample),
         loss_claim("oca_below_001", depth, ("oca",), 35 / 48, note=authors_layer),
         loss_claim("tuned_never_001", depth, ("tuned",), 1.0),
-        claim("parameters", measured=parameters, exact=True),
         claim(
             "training_cost",
             paper_value=1.0,
             measured=cost_ratio,
             low=low,
             high=high,
-            seeds=by_seed.shape[1],
+            seeds=n_seeds,
+            note=undecided if low is None else "",
         ),
     ]
 

@@ -22,9 +22,10 @@ from nbformat import NotebookNode
 from tqdm import tqdm
 
 from oa_utils import machine, sources, store
-from oa_utils.paper import costs
+from oa_utils.paper import costs, publishing
 
 OWN_MODELS = {"10_ground_truth_circuits": "known"}  # notebooks that bring models, and their name
+FRESH_MARK = "fresh"  # a file in a model's folder of the store, from a FRESH start to a whole run
 
 
 class NotebookFailed(RuntimeError):
@@ -61,7 +62,7 @@ def execute(
     fresh: bool = False,
 ) -> NotebookNode:
     """The notebook with the outputs of a run in a kernel of its own; the file stays as it is. What
-    it stands on is listed in the store, see `store.publish`; `fresh` says that the store is
+    it stands on is listed in the store, see `publishing.publish`; `fresh` says that the store is
     empty."""
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
@@ -86,8 +87,8 @@ def execute(
         record_timing=False,
     )
     is_kept = budget != "test" and not environment
-    named = store.list_name(path.stem, budget)
-    listing = store.listing(name_of(model), named) if is_kept else nullcontext()
+    named = publishing.list_name(path.stem, budget)
+    listing = publishing.listing(name_of(model), named) if is_kept else nullcontext()
     clock = costs.Clock(name_of(model), path.stem, budget, [cell.source for cell in code])
     if is_kept and (left := clock.left()) and left > 60:
         tqdm.write(f"{path.stem}: about {machine.duration(left)}, less what is stored")
@@ -156,12 +157,17 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     fresh = os.environ.get("FRESH") == "1"
+    brought = [OWN_MODELS[path.stem] for path in paths if path.stem in OWN_MODELS]
+    names = list(dict.fromkeys([name_of(model), *brought]))
+    marks = [store.folder(budget) / store.slug(name) / FRESH_MARK for name in names]
     if fresh:
-        brought = [OWN_MODELS[path.stem] for path in paths if path.stem in OWN_MODELS]
-        for name in dict.fromkeys([name_of(model), *brought]):
+        if any(mark.exists() for mark in marks):
+            print("an earlier FRESH run did not end; start without FRESH to go on")
+        for name, mark in zip(names, marks, strict=True):
             moved = move_aside(name, budget)
             where = f"were moved to {moved}" if moved else "there are none"
             print(f"stored results of {name}: {where}")
+            store.write_bytes(mark, b"")
     failed = 0
     for path in map(Path.resolve, paths):
         start = time.monotonic()
@@ -177,6 +183,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{path.stem}: {machine.duration(time.monotonic() - start)}", flush=True)
     if failed:
         sys.exit(f"{failed} of {len(paths)} notebooks failed")
+    for mark in marks:
+        mark.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

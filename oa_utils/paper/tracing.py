@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from oa_utils import stats, store
-from oa_utils.paper.claims import Claim, discuss
+from oa_utils.paper.claims import Claim
 from oa_utils.tasks import Task
 from oa_utils.tracing import KINDS, METHODS, POSITIONS, ROUNDING
 
@@ -214,6 +214,21 @@ STATEMENTS = {
         "< 0.5",
         needs=(("mlp",), ("last_subject", "subject"), (1,)),
     ),
+}
+_FEW = "few settings may lie above noise, and few layers be there to tell apart"
+WHYS: dict[str, str] = {  # beginning of a claim's id: what may be behind its not holding
+    "tracing.peak": "the two corruptions may give these layers much the same effect",
+    "tracing.single": "one layer alone may do next to nothing where several share the work",
+    "tracing.quiet": "the layers that noise leaves with a small effect may be few, and a window "
+    "around one of them may reach into a loud one",
+    "tracing.share": _FEW,
+    "tracing.entropy": _FEW,
+    "tracing.last_subject": "it may depend on how many tokens the subjects have, and on how much "
+    "of a name its last token gives away",
+    "tracing.removed.gnt": "noise may leave the subject readable, and the rest of the prompt may "
+    "give the answer away",
+    "tracing.removed.oat": "the constant is trained to lose little, and the rest of the prompt "
+    "may give the answer away",
 }
 
 
@@ -435,20 +450,3 @@ def finding(table: pd.DataFrame, model_name: str) -> str:
         f"{tops['oat'].aie:.0%} of the answer with OAT (around layer {tops['oat'].layer}) and "
         f"{tops['gnt'].aie:.0%} with GNT (around layer {tops['gnt'].layer})."
     )
-
-
-def discussion(listed: Sequence[Claim]) -> str:
-    """Each claim that does not hold or is undecided, with what may be behind it, as Markdown."""
-    few = "few settings may lie above noise, and few layers be there to tell apart"
-    whys = {
-        "tracing.peak": "the two corruptions may give these layers much the same effect here",
-        "tracing.single": "one layer alone may do next to nothing where several share the work",
-        "tracing.quiet": "a shallow model has few layers to tell apart, and a window around a "
-        "quiet one may reach into a loud one",
-        "tracing.share": few,
-        "tracing.entropy": few,
-        "tracing.last_subject": "it may depend on how many tokens the subjects have, and on how "
-        "much of a name its last token gives away",
-        "tracing.removed": "the rest of the prompt may give the answer away",
-    }
-    return discuss(listed, whys)

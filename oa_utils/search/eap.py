@@ -8,7 +8,7 @@ path of masks, from all ablated to all kept, KL does have slopes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,11 @@ class EAPSettings:
         whole(1, points=self.points)
         if self.path not in PATHS:
             raise ValueError(f"path is one of {', '.join(PATHS)}, not {self.path!r}")
+
+
+@dataclass(frozen=True)
+class EAPIGSettings(EAPSettings):
+    points: int = 5
 
 
 class Scores:
@@ -200,21 +205,17 @@ def eap(
 ) -> Circuit:
     """The edges of largest |difference × slope| of the logit difference, at most `n_edges` without
     dangling ones."""
-    return _top("eap", masked, task, n_edges, EAPSettings(ablation, "inputs", 1, seed))
+    return _top("eap", masked, task, n_edges, EAPSettings(ablation, seed=seed))
 
 
+@store.with_settings
 def eap_ig(
-    masked: MaskedModel,
-    task: Task,
-    ablation: str = "counterfactual",
-    n_edges: int = 100,
-    seed: int = 0,
-    path: str = "inputs",
-    points: int = 5,
+    masked: MaskedModel, task: Task, *, n_edges: int = 100, settings: EAPIGSettings
 ) -> Circuit:
     """The same with slopes averaged along a path: of inputs (logit difference, as published) or of
-    masks (KL)."""
-    return _top("eap_ig", masked, task, n_edges, EAPSettings(ablation, path, points, seed))
+    masks (KL); settings as in `EAPIGSettings`."""
+    as_stored = EAPSettings(**asdict(settings))  # names of runs say how they differ from plain EAP
+    return _top("eap_ig", masked, task, n_edges, as_stored)
 
 
 def _check(masked: MaskedModel, task: Task, n_edges: float, **arguments: Any) -> None:

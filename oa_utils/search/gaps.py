@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from oa_utils.search.shared import (
     largest_rate,
     named_start,
     scaled_rate,
+    suited,
     whole,
 )
 from oa_utils.store import Snapshots, at_least, frozen, with_settings
@@ -69,8 +70,7 @@ class GapSettings:
 
     def suited(self, n_layers: int) -> GapSettings:
         """With a rate that a model of so many layers can take, where none is given."""
-        most = largest_rate(n_layers)
-        return replace(self, lr=most) if self.lr is None and self.rate > most else self
+        return suited(self, "lr", self.rate, largest_rate(n_layers))
 
     @property
     def looks(self) -> set[int]:

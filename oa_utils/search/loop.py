@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from oa_utils.search.shared import (
     largest_rate,
     scaled_rate,
     stored_circuit,
+    suited,
     whole,
 )
 from oa_utils.store import Snapshots, at_least
@@ -80,10 +81,7 @@ class LoopSettings:
 
     def suited(self, n_layers: int) -> LoopSettings:
         """With a rate of constants that a model of so many layers can take, where none is given."""
-        most = largest_rate(n_layers)
-        if self.lr_constants is None and self.rate_of_constants > most:
-            return replace(self, lr_constants=most)
-        return self
+        return suited(self, "lr_constants", self.rate_of_constants, largest_rate(n_layers))
 
 
 def price(

@@ -16,13 +16,16 @@ from oa_utils import machine, models, store
 from oa_utils.circuits import Circuit
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model
-from oa_utils.search.gaps import VERSION, GapSettings, gap
+from oa_utils.search import gaps, sweeps
+from oa_utils.search.gaps import GapSettings, gap
 from oa_utils.search.shared import check_search, edge_mask, masked_of
 from oa_utils.store import Snapshots
 from oa_utils.tasks import Task
 
+VERSION = gaps.VERSION + 1  # with the gaps of single prompts since
 MOST_DRAWS = 2000  # random circuits tried at most
-COLUMNS = ["task", "ablation", "kind", "n_edges", "gap", "se", "curve"]  # of `against_random`
+# of `against_random`
+COLUMNS = ["task", "ablation", "kind", "n_edges", "gap", "se", "curve", "each"]
 
 
 def random_circuits(
@@ -92,6 +95,7 @@ def _gap_of_one(
         "gap": delta.mean,
         "se": delta.se,
         "curve": delta.curve,
+        "each": sweeps.gaps_of_prompts(delta),
     }
 
 
@@ -105,8 +109,8 @@ def against_random(
     gap_options: Mapping[str, Any] | None = None,
 ) -> pd.DataFrame:
     """Each circuit of a sweep's table (`kind` found) beside n random ones of its size, all measured
-    by the same protocol under the circuit's ablation, with the `curve` of their constants. Empty
-    circuits, which have no random ones, are left out."""
+    by the same protocol under the circuit's ablation, with the `curve` of their constants and the
+    gap of each test prompt (`each`). Empty circuits, which have no random ones, are left out."""
     gap_options = gap_options or {}
     settings = GapSettings(**gap_options)
     table = table[table.n_edges > 0]

@@ -4,9 +4,9 @@ are stored."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,6 +23,7 @@ from oa_utils.tasks import Task
 
 LEVELS = ("edge", "vertex")
 EVALUATION_BATCH = 64  # prompts measured at once
+Settings = TypeVar("Settings")
 
 
 class Method(NamedTuple):
@@ -55,6 +56,13 @@ def largest_rate(n_layers: int) -> float:
     """Of constants of a model of so many layers: all of them step together, so the more there are,
     the shorter their steps must be (measured on 30 layers, see benchmarks/README.md)."""
     return 0.375 / n_layers
+
+
+def suited(settings: Settings, name: str, rate: float, most: float) -> Settings:
+    """The settings with `most` as the rate of that name, where none is given and the one that they
+    would take is larger."""
+    is_given = getattr(settings, name) is not None
+    return settings if is_given or rate <= most else replace(settings, **{name: most})
 
 
 def whole(least: int, **values: Any) -> None:

@@ -19,12 +19,13 @@ from oa_utils.circuits import Circuit
 from oa_utils.fills import find_ablation
 from oa_utils.masked import MaskedModel
 from oa_utils.models import Model
-from oa_utils.search.gaps import VERSION, GapSettings, gap
+from oa_utils.search.gaps import VERSION, Gap, GapSettings, gap
 from oa_utils.search.shared import Method, check_search, edge_mask, masked_of
 from oa_utils.store import Snapshots
 from oa_utils.tasks import Task
 
 DIGITS = 4  # of the gaps of single prompts in a sweep
+USUAL = "counterfactual"  # what methods that train no constants search under instead of OA
 
 
 def collected_methods() -> dict[str, Method]:
@@ -54,13 +55,20 @@ class Wanted(NamedTuple):
     ablation: str
     value: float  # λ, or n_edges
     seed: int
+    instead: str = USUAL  # of a trained ablation, in searches that train no constants
 
     @property
     def searched(self) -> str:
-        """The ablation that it is searched under: methods that train no constants search under CF
-        instead of OA."""
+        """The ablation that it is searched under."""
         trained = find_ablation(self.ablation).trained
-        return "counterfactual" if trained and not METHODS[self.method].trains else self.ablation
+        return self.instead if trained and not METHODS[self.method].trains else self.ablation
+
+    @property
+    def named(self) -> list[Any]:
+        """What names it in a stored sweep; what it is searched under, only where that is not the
+        usual."""
+        whole = [self.method, self.ablation, self.value, self.seed]
+        return whole if self.searched in (self.ablation, USUAL) else [*whole, self.searched]
 
     def arguments(self, options: Options) -> dict[str, Any]:
         aim = METHODS[self.method].aim
@@ -97,8 +105,13 @@ def find_and_measure(
         "n": delta.n,
         "train": delta.train,
         "edges": circuit.mask.nonzero()[:, 0].tolist(),
-        "each": [float(f"{x:.{DIGITS}g}") for x in delta.each.tolist()],
+        "each": gaps_of_prompts(delta),
     }
+
+
+def gaps_of_prompts(delta: Gap) -> list[float]:
+    """Those of single test prompts, as they stand in a table."""
+    return [float(f"{x:.{DIGITS}g}") for x in delta.each.tolist()]
 
 
 def _wanted(
@@ -106,6 +119,7 @@ def _wanted(
     ablations: Iterable[str],
     grid: Mapping[Any, Sequence[float]],
     seeds: Iterable[int] | Mapping[Any, Sequence[int]],
+    searched: Mapping[str, str],
 ) -> list[Wanted]:
     """The circuits of a sweep, in order."""
     seeds_of = seeds if isinstance(seeds, Mapping) else {None: list(seeds)}
@@ -123,8 +137,46 @@ def _wanted(
                 f"{method!r} or {aim!r}"
             )
         own_seeds = seeds_of.get((method, ablation), seeds_of[None])
-        circuits += [Wanted(method, ablation, v, s) for v in grid[keys[0]] for s in own_seeds]
+        instead = searched.get(method, USUAL)
+        circuits += [
+            Wanted(method, ablation, value, seed, instead)
+            for value in grid[keys[0]]
+            for seed in own_seeds
+        ]
     return circuits
+
+
+def _check_options(options: Options) -> None:
+    """Refuses settings of unknown methods, and those by which a sweep names its circuits."""
+    for key, given in options.items():
+        name, *ablation = key if isinstance(key, tuple) else (key,)
+        if name not in METHODS:
+            raise ValueError(f"options for {name!r}: methods are {', '.join(METHODS)}")
+        for one in ablation:
+            find_ablation(one)
+        places = {
+            "seed": "`seeds`",
+            "ablation": "`ablations`, or what is searched in place of OA in `searched`",
+            METHODS[name].aim: "`grid`",
+        }
+        for setting, place in places.items():
+            if setting in given:
+                raise ValueError(
+                    f"options of {name} set its {setting}: rows of a sweep are named by it, so "
+                    f"give it in {place}"
+                )
+
+
+def _check_searched(searched: Mapping[str, str]) -> None:
+    for name, ablation in searched.items():
+        if name not in METHODS:
+            raise ValueError(f"searched for {name!r}: methods are {', '.join(METHODS)}")
+        if METHODS[name].trains:
+            raise ValueError(
+                f"searched for {name}: it trains constants along, so it is always searched under "
+                "the ablation of the sweep"
+            )
+        find_ablation(ablation)
 
 
 def _check_sweep(
@@ -134,17 +186,18 @@ def _check_sweep(
     options: Options,
     gap_options: Mapping[str, Any],
 ) -> None:
-    """Everything that could be wrong is found before the first circuit."""
-    for key in options:
-        name, *ablation = key if isinstance(key, tuple) else (key,)
-        if name not in METHODS:
-            raise ValueError(f"options for {name!r}: methods are {', '.join(METHODS)}")
-        for one in ablation:
-            find_ablation(one)
+    """Everything that could be wrong with them is found before the first circuit."""
     metrics.check_metric(GapSettings(**gap_options).metric, task)
     for wanted in circuits:
         method = METHODS[wanted.method]
         check_search(masked, task, wanted.ablation)
+        if find_ablation(wanted.searched).counterfactuals and task.counterfactual is None:
+            raise ValueError(
+                f"{wanted.method} trains no constants, so under '{wanted.ablation}' it takes the "
+                f"circuit found under '{wanted.searched}', and task '{task.name}' has no "
+                "counterfactual prompts: say what else to search under, for example "
+                f"searched={{'{wanted.method}': 'mean'}}"
+            )
         check_search(masked, task, wanted.searched, fixed="" if method.trains else wanted.method)
         arguments = wanted.arguments(options)
         store.check_call(method.search, masked, task, **arguments)
@@ -177,6 +230,7 @@ def sweep(
     options: Options | None = None,
     gap_options: Mapping[str, Any] | None = None,
     metric: str | None = None,
+    searched: Mapping[str, str] | None = None,
 ) -> pd.DataFrame:
     """A row for each method, ablation, value and seed: the circuit found, and its gap under the
     same ablation: KL, or by how much answers fall (`metric` as in `gap`, here or in `gap_options`),
@@ -187,19 +241,24 @@ def sweep(
     ablation), by method, or by `"lam"` and `"n_edges"`; a method that stands there with some
     ablations runs under these only. `seeds` are for all, or by (method, ablation) with those of
     the others under None. `options` are settings by method, or by (method, ablation) what differs
-    there; `gap_options` are those of `gap`.
-    What is stored is not computed again, so a sweep that was killed goes on. Under `optimal`, ACDC
-    and EAP take the circuit found under `counterfactual` (column `searched`).
+    there, but for what rows are named by; `gap_options` are those of `gap`.
+    ACDC and EAP train no constants: under `optimal` they take the circuit found under
+    `counterfactual`, or under the ablation that `searched` has for the method, for example
+    {"eap_ig": "mean"} where a task has no counterfactuals (column `searched`).
+    What is stored is not computed again, so a sweep that was killed goes on.
     `sweep_circuit(masked, row)` makes a row's circuit.
     """
     options = options or {}
+    searched = searched or {}
     gap_options = dict(gap_options or {})
     if metric is not None and gap_options.setdefault("metric", metric) != metric:
         raise ValueError(
             f"metric={metric!r} and gap_options['metric']={gap_options['metric']!r} differ: give "
             "one of them"
         )
-    circuits = _wanted(methods, ablations, grid, seeds)
+    _check_options(options)
+    _check_searched(searched)
+    circuits = _wanted(methods, ablations, grid, seeds, searched)
     _check_sweep(masked, task, circuits, options, gap_options)
 
     def compute(_: Snapshots) -> dict:
@@ -220,7 +279,7 @@ def sweep(
         model=masked.model,
         task=task,
         inputs={
-            "circuits": [list(wanted) for wanted in circuits],
+            "circuits": [wanted.named for wanted in circuits],
             "versions": {w.method: METHODS[w.method].version for w in circuits},
             "settings": {
                 name: _settings(masked, task, wanted, options)
