@@ -272,11 +272,12 @@ def front(ax: Axes, table: pd.DataFrame, by: str = "method", label: bool = True)
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def plain_ticks(ax: Axes, subs: Sequence[float] = (1, 2, 5)) -> None:
-    """A logarithmic x-axis with plain numbers, at so many ticks a decade."""
-    ax.xaxis.set_major_locator(LogLocator(subs=subs))
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    ax.xaxis.set_minor_formatter(NullFormatter())
+def plain_ticks(ax: Axes, subs: Sequence[float] = (1, 2, 5), which: str = "x") -> None:
+    """A logarithmic axis, x or y, with plain numbers, at so many ticks a decade."""
+    axis = {"x": ax.xaxis, "y": ax.yaxis}[which]
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def shared_legend(fig: Figure) -> None:
