@@ -483,7 +483,8 @@ def test_half_precision_gives_the_effects_of_single_precision(task, dtype):
         ]
         for column in ("p_clean", "p_corrupt", "p_patched"):
             one, other = (table[column].tolist() for table in tables)
-            assert one == pytest.approx(other, rel=0.02, abs=2e-3), (method, column)
+            # 3 %: constants are trained through layers in half precision, to other places
+            assert one == pytest.approx(other, rel=0.03, abs=2e-3), (method, column)
     assert one_setting(half, task, **QUICK).tensors["constants"].dtype == torch.float32
 
 

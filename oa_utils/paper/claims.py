@@ -129,8 +129,13 @@ class Claim:
     @property
     def condition(self) -> str:
         """The rule as people write it."""
+
+        def written(found: re.Match) -> str:
+            value = float(found[0])
+            return f"{value:g}".replace("-", "−") if value.is_integer() else number(value)
+
         words = self.rule.replace("<=", "≤").replace(">=", "≥")
-        return re.sub(r"-?[\d.]+(e-?\d+)?", lambda found: number(float(found[0])), words)
+        return re.sub(r"-?[\d.]+(e-?\d+)?", written, words)
 
 
 class Table(pd.DataFrame):
