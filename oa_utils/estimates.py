@@ -28,7 +28,7 @@ from oa_utils.store import Snapshots
 from oa_utils.tasks import Task
 from oa_utils.training import Pass, collect, fit
 
-VERSION = 2
+VERSION = 1
 BASES = ("pca", "causal", "random")
 ROUNDS = 3  # of training prototypes, dead ones being seeded anew between them
 KMEANS_STEPS = 20
@@ -92,58 +92,6 @@ def only(component: str, rows: Float[Tensor, "dim dim"], kept: int) -> Subspace:
     return Subspace(component, rows[kept:])
 
 
-def kept_directions(
-    model: Model,
-    task: Task,
-    component: str,
-    rows: Float[Tensor, "dim dim"],
-    kept: Sequence[int],
-    start: Float[Tensor, " dim"],
-    settings: ComponentSettings,
-) -> Float[Tensor, "kept m"]:
-    """Gaps of test prompts when the component keeps the first so many directions, and the rest is
-    its best constant there, trained from `start` (the best one for all of it) or from the mean."""
-    experiment = Experiment(model, task, "kl", settings)
-    sites = [find(only(component, rows, n), model) for n in kept]
-
-    def passes(part: str, constants: Sequence[Tensor], which: Any, chosen: Any) -> Iterator[Pass]:
-        some = [sites[i] for i in which]
-        table = {site.name: constants[i] for site, i in zip(some, which, strict=True)}
-        fill = experiment.values.constant_fill(table, "shared", part)
-        return experiment.losses(part, some, fill, "kl", chosen)
-
-    def compute(snapshots: Snapshots) -> tuple[dict, dict[str, Tensor]]:
-        whole = find(component, model)
-        means = experiment.values.means([whole], family="shared")[whole.name]
-        candidates = [[row] * len(sites) for row in (start[None], means.rows("shared"))]
-        scales = [means.scale] * len(sites)
-        train = partial(passes, "train")
-        n = len(experiment.values.part("train"))
-        best = fit(candidates, scales, train, n, settings, snapshots).constants
-        everything = range(len(sites))
-        with torch.no_grad():
-            measured = partial(passes, "test", best, everything)
-            gaps = collect(measured, len(sites), len(experiment.values.part("test")))
-        return {"gaps": gaps.mean(1).tolist()}, {"gaps": gaps}
-
-    result = store.run(
-        "subspaces",
-        settings,
-        compute,
-        model=model,
-        task=task,
-        inputs={
-            "component": component,
-            "rows": store.fingerprint(rows),
-            "kept": list(kept),
-            "start": store.fingerprint(start),
-        },
-        version=VERSION,
-        key=f"{component}_{len(kept)}-sizes",
-    )
-    return result.tensors["gaps"]
-
-
 # ---- prototypes
 
 
@@ -181,8 +129,7 @@ def prototypes(
     model: Model, task: Task, component: str, most: int, settings: ComponentSettings
 ) -> list[Prototypes]:
     """The best k constants, each prompt under the one that suits it, for k = 1 … most; none is
-    worse on the train part than those of one less. The first, k = 1, is the best constant: it goes
-    on from the one that `optimal_constants` trains, and is no worse on the train part."""
+    worse on the train part than those of one less."""
     experiment = Experiment(model, task, "kl", settings)
     site = find(component, model)
 
@@ -217,16 +164,15 @@ def prototypes(
 def _prototypes(experiment: Experiment, site: Site, k: int, fewer: Prototypes | None) -> Prototypes:
     settings = experiment.settings
     values = values_of(experiment, site, "train")
-    starts = [kmeans(values, k, machine.generator(settings.seed))]
-    if fewer is None:
-        starts.append(experiment.constants((site,), "shared").tensors[site.name])
-    else:  # one more, for the prompt that is worst off
+    starts = [kmeans(values, k, machine.generator(settings.seed + i)) for i in range(2)]
+    if fewer is not None:  # and one more, for the prompt that is worst off
         worst = fewer.train.amin(0).argmax()
         starts.append(torch.cat([fewer.values, values[worst][None]]))
     scale = max(values.std(0).square().mean().sqrt().item(), 1e-6)
 
     def losses(constants: Sequence[Tensor], which: Any, rows: Any) -> Iterator[Pass]:
-        return _under_best(experiment, site, constants[0], rows)
+        for _, chunk, value in _under_each(experiment, site, constants[0], "train", rows):
+            yield slice(0, 1), chunk, value.amin(0, keepdim=True)
 
     n = len(experiment.values.part("train"))
     for _ in range(ROUNDS):
@@ -243,27 +189,6 @@ def _prototypes(experiment: Experiment, site: Site, k: int, fewer: Prototypes | 
     centres = torch.where(centres.isfinite(), centres, torch.inf)
     chosen = torch.cdist(values_of(experiment, site, "test"), centres).nan_to_num(torch.inf)
     return Prototypes(best, train, _table(experiment, site, best, "test"), chosen.argmin(1))
-
-
-def _under_best(
-    experiment: Experiment, site: Site, constants: Float[Tensor, "k dim"], rows: Any
-) -> Iterator[Pass]:
-    """Losses of train prompts, each under the one of k constants that suits it. Only that one has a
-    slope, so all k run forwards, and it alone backwards."""
-    if not torch.is_grad_enabled():
-        for _, chunk, value in _under_each(experiment, site, constants, "train", rows):
-            yield slice(0, 1), chunk, value.amin(0, keepdim=True)
-        return
-    of_prompt = torch.zeros(len(experiment.values.part("train")), dtype=torch.int64)
-    if len(constants) > 1:
-        with torch.no_grad():
-            for _, chunk, value in _under_each(experiment, site, constants, "train", rows):
-                of_prompt[chunk] = value.argmin(0).cpu()
-
-    def fill(layer: int, chunk: Int[Tensor, " b"]) -> Callable:
-        return lambda site, value: constants[of_prompt[chunk]][:, None].to(value)
-
-    yield from experiment.losses("train", [site], fill, "kl", rows)
 
 
 def _under_each(

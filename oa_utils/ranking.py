@@ -1,6 +1,5 @@
 """How good a ranking of edges is, as the benchmark MIB measures it: faithfulness of the circuits of
-the best-ranked edges, and two areas under that curve. And how good a circuit is beside random
-ones."""
+the best-ranked edges, and two areas under that curve."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from oa_utils import machine, stats
+from oa_utils import machine
 from oa_utils.circuits import Circuit
 from oa_utils.masked import MaskedModel
 from oa_utils.search import gap
@@ -81,17 +80,3 @@ def areas(curve: pd.DataFrame) -> Areas:
     cpr = np.trapezoid(faithful, share)
     cmd = np.trapezoid(np.abs(1 - faithful), share)
     return Areas(float(cpr), float(cmd))
-
-
-def over_random(
-    each: Float[Tensor, " n"], random_gaps: stats.Sample, seed: int = 0, draws: int = 1000
-) -> tuple[float, float, float]:
-    """Mean Δ of a circuit over that of random ones, with its 95 % interval: over test prompts of
-    the one (`each`) and over circuits of the others, drawn apart from each other."""
-    found = stats.array(each)
-    others = stats.array(random_gaps)
-    rng = np.random.default_rng(seed)
-    above = rng.choice(found, (draws, len(found))).mean(1)
-    below = rng.choice(others, (draws, len(others))).mean(1)
-    low, high = np.quantile(above / below, [0.025, 0.975])
-    return float(found.mean() / others.mean()), float(low), float(high)

@@ -12,7 +12,7 @@ from oa_utils.masked import MaskedModel
 from oa_utils.search import acdc, eap, eap_ig, gap, hcgs, ugs
 
 SMALL = {"n_layers": 2, "n_heads": 4, "n": 64, "seed": 5}
-QUICK = {"steps": 60, "lr": 0.3, "prompts": 16, "masks": 4, "lr_constants": 0.01}
+QUICK = {"steps": 60, "lr": 0.3, "prompts": 8, "masks": 8, "lr_constants": 0.01}
 DECOY_SAFE = ("resample", "counterfactual")
 
 
@@ -116,12 +116,10 @@ EXACT = [
     *((acdc, way, "decoy") for way in DECOY_SAFE),
     *((eap, "counterfactual", name) for name in ("copy", "induction")),
     *((eap_ig, "counterfactual", name) for name in ("copy", "induction", "duplicate")),
-    *((hcgs, "optimal", name) for name in ("induction", "duplicate", "decoy")),
-    (hcgs, "counterfactual", "induction"),
-    *((ugs, "optimal", name) for name in ("induction", "duplicate", "twins")),
-    *((ugs, "counterfactual", name) for name in ("induction", "duplicate", "twins", "decoy")),
-    *((ugs, "resample", name) for name in ("duplicate", "decoy")),
-    (ugs, "mean", "induction"),
+    *((hcgs, way, "induction") for way in ("counterfactual", "optimal")),
+    *((ugs, way, "induction") for way in ("mean", "counterfactual", "optimal")),
+    (ugs, "optimal", "duplicate"),
+    (ugs, "optimal", "twins"),
 ]
 
 

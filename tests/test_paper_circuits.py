@@ -362,18 +362,6 @@ def test_a_large_models_sweep_is_the_one_that_stored_runs_are_named_by(
     assert set(map(tuple, plan.seeds_from(0).values())) == {(0,)}
 
 
-@pytest.mark.parametrize("name", study.TASKS)
-def test_a_small_model_has_prices_of_its_own_under_mean_and_resample(ioi, name):
-    plan = study.study(sized(10**5), name)
-    grid = plan.grid(Graph(6, 6), replace(ioi, name=name))
-    for way in ("mean", "resample"):
-        for method in ("ugs", "hcgs", "acdc"):
-            assert len(grid[method, way]) >= 3
-            assert list(grid[method, way]) == sorted(grid[method, way], reverse=True)
-    seeds = plan.seeds_from(0)
-    assert seeds["hcgs", "optimal"] == seeds["ugs", "counterfactual"] == [0, 1, 2]
-
-
 def test_what_a_search_spends_is_said_in_words():
     plan = replace(PLAN, options={"ugs": {"steps": 5, "masks": 1}, "eap_ig": {"points": 7}})
     assert plan.spending("ugs", "optimal") == "5 steps × 1 mask"

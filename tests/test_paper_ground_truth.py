@@ -6,17 +6,8 @@ import pytest
 
 from oa_utils.known import known
 from oa_utils.masked import MaskedModel
-from oa_utils.paper import claims, ground_truth
-from oa_utils.paper.ground_truth import (
-    MEASURED,
-    PLAIN,
-    SEARCHES,
-    WAYS,
-    Hidden,
-    Job,
-    Seeds,
-    Spending,
-)
+from oa_utils.paper import ground_truth
+from oa_utils.paper.ground_truth import SEARCHES, WAYS, Hidden, Spending
 from oa_utils.search.sweeps import METHODS
 
 
@@ -28,14 +19,14 @@ def tables(f1: float = 1.0, decoys: float = 0.0) -> tuple[pd.DataFrame, pd.DataF
     for program in ("copy", "twins", "decoy"):
         for seed in range(3):
             about = Hidden(program, seed)._asdict()
-            for way in MEASURED:
+            for way in WAYS:
                 here = way == "optimal"
                 delta = {"optimal": 0.01, "counterfactual": 0.5}.get(way, 0.02)
-                if program == "decoy" and way in ("zero", "mean", "cf_mean"):
+                if program == "decoy" and way in ("zero", "mean"):
                     delta = 2.0
                 delta *= 1 + 0.01 * (seed if here else -seed)
                 gaps.append(about | {"ablation": way, "gap": delta})
-                for method in ("ugs", "eap") if way in WAYS else ():
+                for method in ("ugs", "eap"):
                     own = f1 + 0.005 * (seed - 1) * (f1 < 1)
                     row = {"method": method, "ablation": way, "f1": own if here else 1.0}
                     row["decoys"] = float("nan")
@@ -71,8 +62,8 @@ def test_gaps_that_are_rounding_errors_are_not_divided():
 
 
 def test_claims_can_fail():
-    verdicts = {claim.id: claim.holds for claim in ground_truth.claims(*tables(0.5, 1.0))}
-    failed = {id for id, holds in verdicts.items() if holds is False}
+    claims = {claim.id: claim.holds for claim in ground_truth.claims(*tables(0.5, 1.0))}
+    failed = {id for id, holds in claims.items() if holds is False}
     assert failed == {
         "known.ugs.optimal",
         "known.ugs.optimal_counterfactual",
@@ -95,10 +86,10 @@ def test_the_finding_counts():
 
 
 def test_every_search_is_scored_under_every_ablation_that_it_can_search_under():
-    spending = Spending(n=24, n_measured=24, steps=2, pruning_steps=2, after=2)
-    jobs = [Job(Hidden("decoy", seed=3, n_layers=2, n_heads=2), ground_truth.cells())]
-    found, gaps = ground_truth.study(jobs, spending, "test")
-    assert gaps.ablation.tolist() == list(MEASURED)
+    spending = Spending(n=24, steps=2, pruning_steps=2, after=2)
+    models = [Hidden("decoy", seed=3, n_layers=2, n_heads=2)]
+    found, gaps = ground_truth.study(models, spending, "test")
+    assert gaps.ablation.tolist() == list(WAYS)
     pairs = set(zip(found.method, found.ablation, strict=True))
     trained = {(method, "optimal") for method in SEARCHES if METHODS[method].trains}
     assert pairs == {(m, way) for m in SEARCHES for way in WAYS[:-1]} | trained
@@ -108,67 +99,6 @@ def test_every_search_is_scored_under_every_ablation_that_it_can_search_under():
     assert shares.loc["ugs", "mean"] == float(
         found[(found.method == "ugs") & (found.ablation == "mean")].f1.iloc[0] == 1
     )
-
-
-def test_a_plan_searches_everything_in_the_first_models_and_what_claims_need_in_more():
-    seeds = Seeds(every=1, pruning=1, gaps=2, claims=3, optimal=5)
-    jobs = ground_truth.plan(["copy", "twins", "decoy"], seeds, first=7)
-    asked = {(job.hidden.program, job.hidden.seed): job for job in jobs}
-    everything = set(ground_truth.cells())
-    for program in ("copy", "twins", "decoy"):
-        assert set(asked[program, 7].cells) == everything
-        assert len(asked[program, 7].cells) == len(everything)
-        assert asked[program, 8].with_gaps
-    assert not asked["copy", 9].with_gaps
-    assert ("ugs", "counterfactual") in asked["copy", 9].cells
-    assert set(asked["copy", 11].cells) == {("ugs", "optimal")}
-    assert set(asked["decoy", 9].cells) == {("ugs", "mean"), ("ugs", "optimal")}
-    assert asked["twins", 8].cells == []
-    assert ("twins", 9) not in asked and ("decoy", 10) not in asked
-
-
-def test_a_claim_of_many_models_can_hold_where_all_are_found_exactly():
-    about = [Hidden(program, seed)._asdict() for program in PLAIN for seed in range(12)]
-    few = [row for row in about if row["seed"] < 6]
-    others = [("ugs", "counterfactual"), ("eap", "counterfactual")]
-    found = pd.DataFrame(
-        [row | {"method": "ugs", "ablation": "optimal", "f1": 1.0} for row in about]
-        + [row | {"method": m, "ablation": way, "f1": 0.9} for row in few for m, way in others]
-    )
-    _, gaps = tables()
-    listed = {claim.id: claim for claim in ground_truth.claims(found, gaps[gaps.program == "copy"])}
-    assert listed["known.ugs.optimal"].holds is True
-    assert "36 models of 12 seeds" in listed["known.ugs.optimal"].note
-    assert listed["known.ugs_eap"].measured == pytest.approx(0.1)
-    assert "18 models of 6 seeds" in listed["known.ugs_eap"].note, "what both sides searched"
-
-
-@pytest.mark.parametrize("constants", ["trained", "left"])
-def test_oa_of_the_true_circuit_has_constants_by_position_and_leaves_a_decoys_mean(constants):
-    """Without a step they stay near the mean, where the decoy does harm; trained they get away."""
-    written = known("decoy", 2, 2, noise=0.0, n=128, seed=5)
-    masked = MaskedModel(written.model)
-    spending = Spending(after=120 if constants == "trained" else 0)
-    by_way = {
-        row["ablation"]: row["gap"] for row in ground_truth.true_gaps(written, masked, spending, 0)
-    }
-    assert min(by_way["mean"], by_way["cf_mean"]) > 0.3
-    assert (by_way["optimal"] < 0.1) == (constants == "trained")
-
-
-def test_every_claim_that_can_fail_has_a_reason():
-    listed = ground_truth.claims(*tables())
-    own = ["own.ranked", "own.eap", "own.random", "own.hooks"]
-    beyond = [
-        "beyond.subspace.causal",
-        "beyond.prototypes",
-        "beyond.linear.heads",
-        "beyond.linear.mlps",
-        "beyond.edges",
-    ]
-    for id in [claim.id for claim in listed] + own + beyond:
-        why = claims.reason(id, ground_truth.WHYS)
-        assert why and not why.endswith(".") and not why[0].isupper(), id
 
 
 def test_sizes_are_told_only_to_searches_that_ask():

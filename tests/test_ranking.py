@@ -73,17 +73,3 @@ def test_a_task_that_the_model_does_not_do_is_refused_with_what_is_wrong():
     scores = torch.ones(len(masked.graph))
     with pytest.raises(ValueError, match="no more than two standard errors.*does not do the task"):
         ranking.faithfulness_curve(masked, task, scores)
-
-
-def test_the_interval_of_a_circuit_over_random_ones_has_the_error_of_both():
-    rng = torch.Generator().manual_seed(0)
-    each = 1 + torch.randn(100, generator=rng)
-    equal = torch.full((10,), 2.0)
-    mean, low, high = ranking.over_random(each, equal)
-    assert mean == pytest.approx(each.mean().item() / 2, rel=1e-6)
-    error = each.std().item() / 100**0.5 / 2
-    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.15), "random ones that all agree"
-    spread = torch.linspace(1, 3, 10)
-    _, wider_low, wider_high = ranking.over_random(each, spread)
-    assert wider_high - wider_low > 1.3 * (high - low)
-    assert ranking.over_random(torch.ones(5), torch.ones(5)) == (1.0, 1.0, 1.0)

@@ -79,26 +79,6 @@ MAIN_VARIANTS = (  # those that claims and a figure of notebook 02 rest on
 )
 UNITS = ("steps", "prompts", "masks", "points")  # in which searches spend
 NARROW = 1.25  # fronts that meet over less than this factor decide nothing
-# Prices under mean and resample on small models, by ablation, or by (search, ablation) where one
-# differs. What flows along ablated edges misleads more there than under CF or OA, most of all under
-# resample, so that more edges are worth a price: at CF's prices, fronts would meet at few sizes or
-# none. These lead to circuits as large as those of CF and OA, and as those that EAP is asked for.
-# The sizes of ACDC's circuits change less with the price than those of UGS: on IOI it takes a wider
-# span of prices.
-SMALL_FEW = {
-    "ioi": {
-        "mean": (0.03, 0.01, 0.003),
-        "resample": (0.15, 0.04, 0.01, 0.003),
-        ("acdc", "mean"): (0.1, 0.03, 0.01, 0.003),
-        ("acdc", "resample"): (0.3, 0.1, 0.03, 0.003),
-    },
-    "greater_than": {
-        "mean": (0.02, 0.006, 0.002, 0.0004),
-        "resample": (0.06, 0.02, 0.006, 0.0007),
-        ("acdc", "mean"): (0.02, 0.006, 0.002, 0.0007),
-        ("acdc", "resample"): (0.02, 0.006, 0.002, 0.0007),
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -240,7 +220,7 @@ def study(model: Model, task_name: str) -> Study:
     # a run of ACDC at the level of edges runs a large model for every one of its edges
     level = choose(model, test="edge", small="edge", default="vertex", paper="edge")
     last_two = {("acdc", way): lam[-2:] for way in ("mean", "resample")}
-    few = SMALL_FEW["greater_than" if is_gt else "ioi"]
+    few = last_two | dict.fromkeys(("mean", "resample"), lam[1:3])
     return Study(
         n=choose(model, test=24, small=2048, default=2048, paper=10_000),
         lam=lam,
@@ -276,6 +256,7 @@ def study(model: Model, task_name: str) -> Study:
             paper={"steps": 10_000, "batch": 75, "look_every": 1000},
         ),
         seeds=choose(model, test=1, small=3, default=1, paper=3),
+        seeded=("ugs",) if is_gt else ("ugs", "hcgs"),
         most_hcgs=choose(model, test=1, small=3, default=2, paper=10),
         methods=choose(
             model,
