@@ -8,7 +8,7 @@ positions ≥ 1; position 0 is clean, so it is computed once for a first token a
 Two identities keep it fast. A LayerNorm ignores the mean of its input, so all writers are centred
 once and LayerNorm becomes RMSNorm; and a norm's scale commutes with the projection after it, so
 normalised inputs are never written out. Models in half precision are computed in float32 here, but
-for their MLPs and the unembedding.
+for their MLPs.
 
 `MaskedLayers`, which is `MaskedModel(model, level="layer")`, has whole attention layers in the
 heads' place; their output biases are part of what they write, so they are ablated with it. It calls
